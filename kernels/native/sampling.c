@@ -1,0 +1,5 @@
+#include "native.h"
+
+static PyMethodDef methods[] = {{NULL, NULL, 0, NULL}};
+
+int add_sampling(PyObject *module) { return PyModule_AddFunctions(module, methods); }
