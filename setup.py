@@ -70,7 +70,7 @@ setup(
             "kernels._native",
             sources=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "kernels" / "native").glob("*.c")),
             depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "kernels" / "native").glob("*.h")),
-            extra_compile_args=["-std=gnu11", "-O3", "-fno-math-errno", "-Wall", "-Wextra", "-pthread"],
+            extra_compile_args=["-std=gnu11", "-O3", "-fno-math-errno", "-Wall", "-Wextra", "-Wno-psabi", "-pthread"],
             extra_link_args=["-pthread", "-lm"],
         )
     ],
