@@ -55,7 +55,7 @@ class Log:
         """Writes what is wrong and needs somebody."""
         self.write(Level.ERROR, event, fields)
 
-    def exception(self, event: str, error: BaseException, **fields: object) -> None:
+    def failure(self, event: str, error: BaseException, **fields: object) -> None:
         """Writes an error with its stack, in one line."""
         stack = "".join(traceback.format_exception(error)).rstrip()
         self.write(Level.ERROR, event, {**fields, "error": str(error) or type(error).__name__, "stack": stack})
