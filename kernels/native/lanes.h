@@ -1,8 +1,8 @@
-// Eight floats at a time, written once for every instruction set: bodies use the compiler's vector types, and TWO_PATHS
-// compiles each body for AVX2 with FMA and for the baseline machine, and picks at run time.
+// Eight floats at a time in the compiler's vector types, so that each body is written once: bodies_avx2.c compiles it for
+// AVX2 with FMA, bodies_portable.c for the baseline machine, and the entry points choose at run time.
 #pragma once
-#include "native.h"
 #include <math.h>
+#include <stdint.h>
 #include <string.h>
 
 // Every function that takes or returns a vector is inlined, so no calling convention for vectors is ever used and the
@@ -16,18 +16,6 @@ typedef float quad __attribute__((vector_size(16)));
 typedef float unaligned_lanes __attribute__((vector_size(32), aligned(4), may_alias));
 typedef float unaligned_quad __attribute__((vector_size(16), aligned(4), may_alias));
 enum { LANES = 8 };
-
-#define TWO_PATHS(name, parameters, arguments)                                                 \
-    __attribute__((target("avx2,fma"))) static void name##_avx2 parameters {                   \
-        name##_body arguments;                                                                 \
-    }                                                                                          \
-    __attribute__((noinline)) static void name##_portable parameters { name##_body arguments; }                          \
-    static void name parameters {                                                              \
-        if (use_avx2())                                                                        \
-            name##_avx2 arguments;                                                             \
-        else                                                                                   \
-            name##_portable arguments;                                                         \
-    }
 
 INLINE lanes load(const float *from) { return *(const unaligned_lanes *)from; }
 INLINE void store(float *to, lanes values) { *(unaligned_lanes *)to = values; }

@@ -1,0 +1,41 @@
+// What the entry point of attention shares with its body: the batch, one tile of it, and the tile's scratch.
+#pragma once
+#include <stdbool.h>
+#include <stdint.h>
+
+enum { BLOCK_SLOTS = 16, PANEL_ROWS = 6, TILE_ROWS = 48, TILE_BLOCKS = 4, MAX_HEAD_DIM = 256 };
+enum { TILE_KEYS = TILE_BLOCKS * BLOCK_SLOTS };
+enum { MAX_DIRECT_ROWS = 6 }; // measured: beyond, one transposition costs less than the sums across lanes
+
+// Shapes and names as in attention.py; strides in floats; window 0 and softcap 0 mean none.
+typedef struct {
+    const float *q, *k_pool, *v_pool;
+    const int32_t *block_tables, *row_of_sequence, *query_start, *context_tokens;
+    float *out;
+    int64_t num_sequences, num_tokens, num_q_heads, num_kv_heads, head_dim, q_stride, out_stride;
+    int64_t num_blocks, num_pool_heads, kv_head_begin, num_table_rows, table_stride, window;
+    float scale, softcap;
+} Batch;
+
+// Rows of one KV head of one sequence: row r of the sequence is query r / group, head r % group.
+typedef struct {
+    const Batch *batch;
+    const int32_t *table;
+    int64_t kv_head, first_token, first_position, first_row, num_rows;
+} RowTile;
+
+// 140 KB, on the stack of the calling thread.
+typedef struct {
+    _Alignas(64) float q[TILE_ROWS * MAX_HEAD_DIM];   // direct: [rows][head_dim]; else panels [head_dim][6]
+    _Alignas(64) float sums[TILE_ROWS * MAX_HEAD_DIM]; // [rows][head_dim], of values, not yet divided
+    _Alignas(64) float scores[TILE_ROWS * TILE_KEYS];
+    _Alignas(64) float keys[BLOCK_SLOTS * MAX_HEAD_DIM]; // one block transposed, [head_dim][16]
+    float row_max[TILE_ROWS], row_sum[TILE_ROWS], decay[TILE_ROWS];
+} Scratch;
+
+static inline int64_t group_of(const Batch *batch) { return batch->num_q_heads / batch->num_kv_heads; }
+
+void attend_rows_avx2(const RowTile *tile, Scratch *scratch);
+void attend_rows_portable(const RowTile *tile, Scratch *scratch);
+int64_t spin_fma_avx2(int64_t rounds, float *out);
+int64_t spin_fma_portable(int64_t rounds, float *out);

@@ -1,0 +1,4 @@
+// The bodies of attention, elementwise and sampling for AVX2 with FMA; reached only where use_avx2() says so.
+#pragma GCC target("avx2,fma")
+#define PATH(name) name##_avx2
+#include "attention_body.h"
