@@ -35,3 +35,9 @@ class RequestRefusedError(MeshError):
 
 class GenerationEndedError(MeshError):
     """The group's generation is over: the process exits with `EX_GENERATION_ENDED` and is started afresh at once."""
+
+
+def refusal_text(service: str, error: BaseException) -> bytes:
+    """What a process writes to standard error before it leaves with `EX_CONFIG`: each problem on a line of its own."""
+    lines = (f"{service}: configuration error: {line}\n" for line in str(error).splitlines())
+    return "".join(lines).encode("utf-8", "backslashreplace")

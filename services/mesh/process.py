@@ -25,7 +25,7 @@ import uvloop
 
 from services.core.ids import Rank
 from services.mesh import limits
-from services.mesh.errors import ConfigurationError, GenerationEndedError
+from services.mesh.errors import ConfigurationError, GenerationEndedError, refusal_text
 from services.mesh.grpc_server import GrpcServer
 from services.mesh.identity import Identity, identify
 from services.mesh.introspection import Introspection
@@ -93,18 +93,12 @@ def run_service(service: str, main: Main) -> NoReturn:
         name = process_name(service, arguments.rank)
         hold_lock(paths.run / f"{name}.lock", name)
     except ConfigurationError as error:
-        print_refusal(service, error)
+        os.write(2, refusal_text(service, error))
         sys.exit(limits.EX_CONFIG)
     code = _live(service, arguments, settings, paths, main)
     # Threads of libraries must not keep a finished process.
     _exit_hard_after(EXIT_AFTER_MAIN_S, code)
     sys.exit(code)
-
-
-def print_refusal(service: str, error: BaseException) -> None:
-    """Says on standard error what is wrong with the configuration, each problem on a line of its own."""
-    for line in str(error).splitlines():
-        os.write(2, f"{service}: configuration error: {line}\n".encode("utf-8", "backslashreplace"))
 
 
 def _live(service: str, arguments: Arguments, settings: Settings, paths: StatePaths, main: Main) -> int:
@@ -210,7 +204,7 @@ def _exit_code_of(error: BaseException, service: str, log: Log) -> int:
     """Logs the error once and says with which code the process ends."""
     leaves = list(_leaves(error))
     if refusals := [leaf for leaf in leaves if isinstance(leaf, ConfigurationError)]:
-        print_refusal(service, refusals[0])
+        os.write(2, refusal_text(service, refusals[0]))
         log.error("configuration-refused", error=refusals[0])
         return limits.EX_CONFIG
     if all(isinstance(leaf, GenerationEndedError) for leaf in leaves):
