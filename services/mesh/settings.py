@@ -133,12 +133,23 @@ class RouterSettings:
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """`[policy]`: who decides on flips. `pinned` refuses them by hand too."""
+    """`[policy]`: who decides on flips, and the numbers of its rule. `pp` and `tp` pin a layout."""
 
-    mode: Literal["auto", "manual", "pinned"] = "manual"
+    mode: Literal["auto", "manual", "pp", "tp"] = "auto"
     resting_layout: LayoutKind = LayoutKind.TP
-    prefill_threshold_tokens: int = ranged(4096, 1, 2**31)
-    min_dwell_s: float = ranged(5.0, 0.0, 3600.0)
+    prefill_threshold_tokens: int = ranged(1024, 1, 2**31)
+    release_threshold_tokens: int = ranged(128, 0, 2**31)
+    min_dwell_s: float = ranged(3.0, 0.0, 3600.0)
+    rest_s: float = ranged(30.0, 0.0, 86_400.0)
+
+    def contradictions(self) -> Iterator[str]:
+        """Yields what in this table cannot hold together."""
+        if self.release_threshold_tokens >= self.prefill_threshold_tokens:
+            yield (
+                f"policy.release_threshold_tokens = {self.release_threshold_tokens} is not below "
+                f"policy.prefill_threshold_tokens = {self.prefill_threshold_tokens}: the two layouts would chatter; "
+                "lower the first, or raise the second"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +162,8 @@ class DeadlineSettings:
     collective_s: float = ranged(10.0, 0.1, 600.0)
     stall_s: float = ranged(5.0, 0.1, 600.0)
     park_s: float = ranged(30.0, 0.1, 3600.0)
+    presence_s: float = ranged(60.0, 0.1, 3600.0)
+    flip_data_plane_s: float = ranged(30.0, 0.1, 3600.0)
 
     def contradictions(self) -> Iterator[str]:
         """Yields what in this table cannot hold together."""

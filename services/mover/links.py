@@ -1,0 +1,76 @@
+"""The mover's streams to the ranks: one each, opened when the rank is there, opened again when it is lost.
+
+Carries messages, decides nothing. An idle link costs nothing; what is said to a rank that is not connected is dropped,
+and the rank's own state is said again when it is back.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import anyio
+import grpc.aio
+from flipmesh.worker.v1 import worker_service_pb2 as pb
+from flipmesh.worker.v1.worker_service_pb2_grpc import WorkerServiceStub
+
+from services.core.ids import Rank
+from services.mesh.log import Log
+from services.mesh.rpc import Peers
+
+RECONNECT_S = 0.1
+"""Between a stream's end and the next try; the try itself waits for the rank without polling."""
+
+OnMessage = Callable[[pb.JoinFlipResponse], Awaitable[None]]
+OnLost = Callable[[Rank, str], Awaitable[None]]
+
+
+class RankLinks:
+    """One stream to each rank of the group."""
+
+    def __init__(self, num_ranks: int, peers: Peers, log: Log, on_message: OnMessage, on_lost: OnLost) -> None:
+        self._num_ranks = num_ranks
+        self._peers = peers
+        self._log = log
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._calls: dict[Rank, grpc.aio.StreamStreamCall[pb.JoinFlipRequest, pb.JoinFlipResponse]] = {}
+
+    @property
+    def num_connected(self) -> int:
+        """Ranks that hear what is sent now."""
+        return len(self._calls)
+
+    async def run(self) -> None:
+        """Keeps every link until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            for rank in range(self._num_ranks):
+                tasks.start_soon(self._keep, Rank(rank))
+
+    async def send(self, message: pb.JoinFlipRequest) -> None:
+        """To every rank that is connected."""
+        for rank, call in list(self._calls.items()):
+            try:
+                await call.write(message)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+                # Its reader sees the end of the stream too and says that the rank is lost.
+                self._log.debug("rank-not-told", rank=rank, error=str(error))
+
+    async def _keep(self, rank: Rank) -> None:
+        while True:
+            channel = await self._peers.reach("worker", rank)
+            reason = await self._follow(rank, channel)
+            await self._on_lost(rank, reason)
+            await anyio.sleep(RECONNECT_S)
+
+    async def _follow(self, rank: Rank, channel: grpc.aio.Channel) -> str:
+        """Reads one stream to its end and says why it ended."""
+        call = WorkerServiceStub(channel).JoinFlip()
+        self._calls[rank] = call
+        try:
+            async for message in call:
+                await self._on_message(message)
+        except grpc.aio.AioRpcError as error:
+            return f"its stream broke: {error.details()}"
+        finally:
+            del self._calls[rank]
+            call.cancel()
+        return "it ended its stream"

@@ -1,0 +1,151 @@
+"""The mover's service: runs one attempt at a time for the scheduler and remembers how each went.
+
+Owns no memory. Invariants: one attempt is open at a time; a message of another generation or attempt is dropped and
+counted; an outcome once journalled is what every later question gets.
+"""
+
+import time
+from collections.abc import AsyncIterator
+
+import grpc.aio
+from flipmesh.common.v1 import introspection_pb2
+from flipmesh.mover.v1 import mover_service_pb2 as pb
+from flipmesh.mover.v1.mover_service_pb2_grpc import MoverServiceServicer
+from flipmesh.worker.v1 import worker_service_pb2
+from opentelemetry.trace import Tracer
+
+from services.core.flip import FlipDeadlines, FlipOutcome, RankLost
+from services.core.ids import FlipId, Generation, Rank
+from services.mesh.codec.flip import event_from_proto, outcome_to_proto
+from services.mesh.log import Log
+from services.mesh.metrics import Metrics
+from services.mesh.rpc import Peers
+from services.mover.attempts import Attempt, Group, decide_again
+from services.mover.history import History, note
+from services.mover.journal import FlipKey, Journal
+from services.mover.links import RankLinks
+from services.mover.trace import emit, layout_name, state_name
+
+PAUSE_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+
+
+class Mover(MoverServiceServicer):
+    """Serves the scheduler of one group."""
+
+    def __init__(
+        self,
+        num_ranks: int,
+        deadlines: FlipDeadlines,
+        journal: Journal,
+        peers: Peers,
+        log: Log,
+        tracer: Tracer,
+        metrics: Metrics,
+    ) -> None:
+        self.links = RankLinks(num_ranks, peers, log, self._on_message, self._on_lost)
+        self._group = Group(num_ranks, deadlines, self.links.send)
+        self._journal = journal
+        self._log = log
+        self._tracer = tracer
+        self._history = History()
+        self._attempt: Attempt | None = None
+        self._counts = dict.fromkeys(FlipOutcome, 0)
+        self._last_abandon_reason = ""
+        self._flips = metrics.counter(
+            "flipmesh_flips", "Attempts at a flip, by how they ended.", ["direction", "outcome"]
+        )
+        self._pause = metrics.histogram(
+            "flipmesh_flip_pause_seconds", "Last step before to first after.", PAUSE_BUCKETS_S
+        )
+        self._bytes = metrics.counter("flipmesh_flip_moved_bytes", "Bytes moved by flips.")
+        self._rows = metrics.counter("flipmesh_flip_moved_rows", "KV rows moved by flips.")
+        self._strays = metrics.counter("flipmesh_flip_stray_messages", "Messages of another generation or attempt.")
+
+    async def RunFlip(  # noqa: N802 (the proto's name)
+        self, request: pb.RunFlipRequest, context: grpc.aio.ServicerContext[pb.RunFlipRequest, pb.RunFlipResponse]
+    ) -> AsyncIterator[pb.RunFlipResponse]:
+        """One attempt to its outcome; asked again after a broken stream, it goes on or says what was decided."""
+        key: FlipKey = (Generation(request.fence.generation), FlipId(request.flip_id))
+        if self._attempt is not None:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"flip {self._attempt.key[1]} is open, asked for flip {key[1]}: one attempt runs at a time",
+            )
+        decided = decide_again(self._journal, key)
+        record = self._history.get(key) or self._history.open(key, request, self._group.num_ranks, time.time_ns())
+        if decided is not None:
+            record.state, record.reason = outcome_to_proto(decided.outcome), decided.reason
+            yield pb.RunFlipResponse(flip_id=key[1], state=record.state, reason=record.reason)
+            return
+        self._attempt = Attempt(request, record, self._group, self._journal)
+        self._log.info("flip-armed", flip=key[1], target=layout_name(request.target), entry=request.entry_sequence)
+        try:
+            async for response in self._attempt.run():
+                yield response
+        finally:
+            self._attempt = None
+            self._count(record)
+
+    async def ReportCarry(  # noqa: N802 (the proto's name)
+        self,
+        request: pb.ReportCarryRequest,
+        context: grpc.aio.ServicerContext[pb.ReportCarryRequest, pb.ReportCarryResponse],
+    ) -> pb.ReportCarryResponse:
+        """Completes the record and writes the flip's trace."""
+        record = self._history.get((Generation(request.fence.generation), FlipId(request.flip_id)))
+        if record is None:
+            return pb.ReportCarryResponse()
+        record.num_carried_requests = request.num_carried_requests
+        record.num_partly_prefilled = request.num_partly_prefilled
+        record.num_live_blocks = request.num_live_blocks
+        if request.HasField("longest_token_gap_ns"):
+            record.longest_token_gap_ns = request.longest_token_gap_ns
+        if record.HasField("pause_ns"):
+            self._pause.observe(record.pause_ns * 1e-9)
+        emit(self._tracer, record)
+        return pb.ReportCarryResponse()
+
+    async def ListFlips(  # noqa: N802 (the proto's name)
+        self, request: pb.ListFlipsRequest, context: grpc.aio.ServicerContext[pb.ListFlipsRequest, pb.ListFlipsResponse]
+    ) -> pb.ListFlipsResponse:
+        """The last flips, newest first."""
+        return pb.ListFlipsResponse(flips=self._history.newest(request.max_flips))
+
+    def fill_status(self, status: introspection_pb2.GetStatusResponse) -> None:
+        """The mover's part of a status."""
+        status.mover.num_committed_total = self._counts[FlipOutcome.COMMITTED]
+        status.mover.num_abandoned_total = sum(self._counts.values()) - self._counts[FlipOutcome.COMMITTED]
+        status.mover.last_abandon_reason = self._last_abandon_reason
+
+    async def _on_message(self, message: worker_service_pb2.JoinFlipResponse) -> None:
+        key: FlipKey = (Generation(message.fence.generation), FlipId(message.flip_id))
+        record = self._history.get(key)
+        if record is not None:
+            note(record, message)
+        event = event_from_proto(message)
+        if event is None:
+            return
+        if self._attempt is None or self._attempt.key != key:
+            self._strays.inc()
+            return
+        await self._attempt.hear(event)
+
+    async def _on_lost(self, rank: Rank, reason: str) -> None:
+        if self._attempt is not None:
+            await self._attempt.hear(RankLost(rank, reason))
+
+    def _count(self, record: pb.FlipRecord) -> None:
+        """Once for each attempt, however it ended; an attempt whose scheduler left is counted when it is decided."""
+        outcome = {outcome_to_proto(outcome): outcome for outcome in FlipOutcome}.get(record.state)
+        if outcome is None:
+            return
+        self._counts[outcome] += 1
+        direction = f"{layout_name(record.source)}->{layout_name(record.target)}".lower()
+        self._flips.labels(direction, state_name(record.state)).inc()
+        self._bytes.inc(record.bytes_moved)
+        self._rows.inc(record.rows_moved)
+        if outcome is not FlipOutcome.COMMITTED:
+            self._last_abandon_reason = record.reason
+            self._log.warning("flip-not-committed", flip=record.flip_id, outcome=outcome.value, reason=record.reason)
+        else:
+            self._log.info("flip-committed", flip=record.flip_id, direction=direction)
