@@ -1,0 +1,52 @@
+"""The two layouts of this deployment, from the model's geometry, its weight types and the configured vectors.
+
+Pure. Both are computed at start by every rank from the same numbers, so that no rank needs to be told its share.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from services.core.geometry import ModelGeometry
+from services.core.ggml_types import block_length
+from services.core.ids import LayoutKind
+from services.core.layout import Layout, LayoutError, ShardUnits, pp_layout, tp_layout
+from services.core.tensor_places import TensorPlace
+from services.mesh.errors import ConfigurationError
+
+WEIGHT_STEPS = 1 << 20
+"""Whole steps of the smallest `tp_weights` entry: shares are compared as whole numbers, equal ones stay equal."""
+
+
+def shard_units(geometry: ModelGeometry, tensors: Mapping[str, TensorPlace]) -> ShardUnits:
+    """What is cut, and how finely: the FFN's unit is what every layer's block length along that axis divides."""
+    ffn_blocks = {block_length(place.ggml_type) for name, place in tensors.items() if name.endswith(".ffn_down")}
+    return ShardUnits(
+        num_layers=geometry.num_layers,
+        num_heads=geometry.num_heads,
+        num_kv_heads=geometry.num_kv_heads,
+        ffn=geometry.ffn_size,
+        ffn_unit=math.lcm(*ffn_blocks),
+        vocab=geometry.vocab_size,
+    )
+
+
+def both_layouts(
+    units: ShardUnits, num_ranks: int, pp_layers: Sequence[int] | None, tp_weights: Sequence[float] | None
+) -> dict[LayoutKind, Layout]:
+    """The PP and the TP layout of the group.
+
+    Raises:
+        ConfigurationError: a vector does not fit the model; it names the vector and both numbers.
+    """
+    try:
+        return {
+            LayoutKind.PP: pp_layout(units, num_ranks, pp_layers),
+            LayoutKind.TP: tp_layout(units, num_ranks, None if tp_weights is None else _whole(tp_weights)),
+        }
+    except LayoutError as error:
+        raise ConfigurationError(f"[group] does not fit this model: {error}") from error
+
+
+def _whole(weights: Sequence[float]) -> list[int]:
+    smallest = min(weights)
+    return [round(weight / smallest * WEIGHT_STEPS) for weight in weights]
