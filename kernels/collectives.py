@@ -67,12 +67,12 @@ class ShmCommunicator:
             region.address, region.num_bytes, rank, spins, yield_ns, one_shot_bytes
         )
 
-    def all_reduce_sum(self, x: Tensor, *, deadline_s: float, purpose: Purpose) -> None:
-        """Sums float32 `x` over ranks in place, in rank order: the same bits everywhere."""
-        if x.element_size() != 4 or not x.is_floating_point():
-            raise ValueError(f"all_reduce_sum wants float32, got {x.dtype}")
+    def all_reduce_sum(self, tensor: Tensor, *, deadline_s: float, purpose: Purpose) -> None:
+        """Sums float32 `tensor` over ranks in place, in rank order: the same bits everywhere."""
+        if tensor.element_size() != 4 or not tensor.is_floating_point():
+            raise ValueError(f"all_reduce_sum wants float32, got {tensor.dtype}")
         failure = _native.collectives_all_reduce(
-            self._handle, _address(x), x.numel(), int(deadline_s * NS_PER_S), purpose
+            self._handle, _address(tensor), tensor.numel(), int(deadline_s * NS_PER_S), purpose
         )
         if failure is not None:
             raise self._error(failure, Operation.ALL_REDUCE, purpose, deadline_s)
@@ -102,10 +102,10 @@ class ShmCommunicator:
         if failure is not None:
             raise self._error(failure, Operation.ALL_GATHER, purpose, deadline_s)
 
-    def broadcast(self, x: Tensor, from_rank: int, *, deadline_s: float, purpose: Purpose) -> None:
-        """Copies `x` of one rank over `x` of all."""
+    def broadcast(self, tensor: Tensor, from_rank: int, *, deadline_s: float, purpose: Purpose) -> None:
+        """Copies `tensor` of one rank over `tensor` of all."""
         failure = _native.collectives_broadcast(
-            self._handle, _address(x), x.nbytes, from_rank, int(deadline_s * NS_PER_S), purpose
+            self._handle, _address(tensor), tensor.nbytes, from_rank, int(deadline_s * NS_PER_S), purpose
         )
         if failure is not None:
             raise self._error(failure, Operation.BROADCAST, purpose, deadline_s)
@@ -116,18 +116,18 @@ class ShmCommunicator:
         if failure is not None:
             raise self._error(failure, Operation.BARRIER, purpose, deadline_s)
 
-    def send(self, x: Tensor, to_rank: int, tag: int, *, deadline_s: float, purpose: Purpose) -> None:
-        """Copies `x` into the channel; waits only while `max_messages_in_flight` messages are not yet taken."""
+    def send(self, tensor: Tensor, to_rank: int, tag: int, *, deadline_s: float, purpose: Purpose) -> None:
+        """Copies `tensor` into the channel; waits only while `max_messages_in_flight` messages are not yet taken."""
         failure = _native.collectives_send(
-            self._handle, _address(x), x.nbytes, to_rank, tag, int(deadline_s * NS_PER_S), purpose
+            self._handle, _address(tensor), tensor.nbytes, to_rank, tag, int(deadline_s * NS_PER_S), purpose
         )
         if failure is not None:
             raise self._error(failure, Operation.SEND, purpose, deadline_s)
 
-    def recv(self, x: Tensor, from_rank: int, tag: int, *, deadline_s: float, purpose: Purpose) -> None:
-        """Takes the next message of the channel, which must have this tag and exactly the bytes of `x`."""
+    def recv(self, into: Tensor, from_rank: int, tag: int, *, deadline_s: float, purpose: Purpose) -> None:
+        """Takes the next message of the channel, which must have this tag and exactly the bytes of `into`."""
         failure = _native.collectives_recv(
-            self._handle, _address(x), x.nbytes, from_rank, tag, int(deadline_s * NS_PER_S), purpose
+            self._handle, _address(into), into.nbytes, from_rank, tag, int(deadline_s * NS_PER_S), purpose
         )
         if failure is not None:
             raise self._error(failure, Operation.RECV, purpose, deadline_s)

@@ -101,7 +101,7 @@ class ChannelWords:
 class MirrorWords:
     """Everything a reader outside needs to name who is stuck in what, and on whom."""
 
-    abort_reason: int
+    abort_reason: AbortReason | None
     ranks: tuple[RankWords, ...]
     channels: tuple[ChannelWords, ...]
 
@@ -145,24 +145,22 @@ class ShmRegion:
         """Releases every wait of every rank within a scheduling delay; callable from any thread and any process."""
         _native.collectives_abort(self.address, int(reason))
 
+    def abort_reason(self) -> AbortReason | None:
+        """Returns the first reason given, if any."""
+        reason = self._word(ABORT_OFFSET)
+        return AbortReason(reason) if reason else None
+
     def mirror(self) -> MirrorWords:
         """Reads the rounds, acknowledgements and counters of all ranks: plain reads that disturb nobody."""
         pairs = [(a, b) for a in range(self.num_ranks) for b in range(self.num_ranks) if a != b]
         return MirrorWords(
-            abort_reason=self._word(ABORT_OFFSET),
-            ranks=tuple(self._rank_words(rank) for rank in range(self.num_ranks)),
+            abort_reason=self.abort_reason(),
+            ranks=tuple(self.rank_words(rank) for rank in range(self.num_ranks)),
             channels=tuple(self._channel_words(a, b) for a, b in pairs),
         )
 
-    def close(self) -> None:
-        """Unmaps and closes the descriptor; communicators are closed first."""
-        self._memory.close()
-        os.close(self.fd)
-
-    def _word(self, offset: int) -> int:
-        return int(WORD.unpack_from(self._memory, offset)[0])
-
-    def _rank_words(self, rank: int) -> RankWords:
+    def rank_words(self, rank: int) -> RankWords:
+        """Reads one rank's words."""
         lines = self.layout.ranks + rank * RANK_BYTES
         pid, operation, purpose, status, wait, peer, waited, seen, wait_ns, num_operations = MIRROR.unpack_from(
             self._memory, lines + 4 * LINE_BYTES
@@ -181,6 +179,14 @@ class ShmRegion:
             acknowledged=self._word(lines + LINE_BYTES),
             published=(self._word(lines + 2 * LINE_BYTES), self._word(lines + 3 * LINE_BYTES)),
         )
+
+    def close(self) -> None:
+        """Unmaps and closes the descriptor; communicators are closed first."""
+        self._memory.close()
+        os.close(self.fd)
+
+    def _word(self, offset: int) -> int:
+        return int(WORD.unpack_from(self._memory, offset)[0])
 
     def _channel_words(self, from_rank: int, to_rank: int) -> ChannelWords:
         lines = self.layout.channels + (from_rank * self.num_ranks + to_rank) * CHANNEL_BYTES

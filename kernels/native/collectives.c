@@ -151,6 +151,7 @@ bool all_gather(operation *op, const unsigned char *source, uint64_t rows, const
         publish_round(op, own);
         for (uint64_t rank = 0; out && rank < comm->layout.num_ranks; column += row_bytes[rank++]) {
             uint64_t bytes = piece_of(rows * row_bytes[rank], from, max_bytes);
+            if (!bytes) continue;
             const unsigned char *part = rank == comm->rank ? source + from : await_round(op, rank, bytes);
             if (!part) return false;
             scatter(out + column, stride, row_bytes[rank], from, part, bytes);

@@ -14,7 +14,7 @@ bool send_message(operation *op, const unsigned char *bytes, uint64_t count, uin
         if (!await(op, WAIT_CREDIT, &channel->consumed, ordinal + 1 - num_slots, num_slots - 1, to)) return false;
         channel_slot *slot = slot_of(comm, comm->rank, to, ordinal);
         slot->ordinal = ordinal, slot->tag = tag, slot->message_bytes = count;
-        memcpy(slot->bytes, bytes + from, width);
+        if (width) memcpy(slot->bytes, bytes + from, width);
         store_and_wake(comm, &channel->sent, ordinal + 1, to, to + 1);
         from += width;
     } while (from < count);
@@ -32,7 +32,7 @@ bool recv_message(operation *op, unsigned char *bytes, uint64_t count, uint64_t 
         if (!agree(op, AGREE_ORDINAL, peer, ordinal, slot->ordinal) || !agree(op, AGREE_TAG, peer, tag, slot->tag) ||
             !agree(op, AGREE_BYTES, peer, count, slot->message_bytes))
             return false;
-        memcpy(bytes + from, slot->bytes, width);
+        if (width) memcpy(bytes + from, slot->bytes, width);
         store_and_wake(comm, &channel->consumed, ordinal + 1, peer, peer + 1);
         from += width;
     } while (from < count);
