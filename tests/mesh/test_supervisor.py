@@ -96,16 +96,16 @@ def test_an_ended_generation_is_followed_at_once_but_not_for_ever(state: Path, e
 
 def test_a_lost_rank_replaces_the_group_and_keeps_the_weights(environment: dict[str, str]) -> None:
     with running(supervise("worker"), environment) as supervisor:
-        first = {match.groups() for match in supervisor.several(r"worker-(\d) started pid=(\d+)", 3)}
-        assert {rank for rank, _ in first} == {"0", "1", "2"}
+        first = {match[1]: match[2] for match in supervisor.several(r"worker-(\d) started pid=(\d+)", 3)}
+        assert set(first) == {"0", "1", "2"}
         supervisor.several("region region=flags", 3)
-        others = [open_pid(int(pid)) for rank, pid in first if rank != "1"]
-        os.kill(int(dict(first)["1"]), signal.SIGKILL)
+        others = [open_pid(int(pid)) for rank, pid in first.items() if rank != "1"]
+        os.kill(int(first["1"]), signal.SIGKILL)
         assert supervisor.line(r"child-ended child=worker-1 how=(\S+)")[1] == "SIGKILL"
-        assert all([gone(pidfd, 5.0) for pidfd in others])
+        assert all(gone(pidfd, 5.0) for pidfd in others)
         found = [match.groups() for match in supervisor.several(r"region region=(\w+) found=(\w+)", 9)]
         # The first rank that looks finds the weights as the dead group left them, and nothing of it elsewhere.
-        old, new = {pid for _, pid in first}, dict[str, str]()
+        old, new = set(first.values()), dict[str, str]()
         for region, content in found:
             new.setdefault(region, content)
         assert new["weights"] in old
@@ -116,10 +116,10 @@ def test_a_lost_rank_replaces_the_group_and_keeps_the_weights(environment: dict[
 def test_a_rank_that_will_not_go_is_killed(state: Path, environment: dict[str, str]) -> None:
     wish(state, "block")
     with running(supervise("worker"), environment) as supervisor:
-        pids = {match.groups() for match in supervisor.several(r"worker-(\d) started pid=(\d+)", 3)}
+        pids = {match[1]: match[2] for match in supervisor.several(r"worker-(\d) started pid=(\d+)", 3)}
         supervisor.several(r"worker-\d serving", 3)
         wish(state, "serve")
-        os.kill(int(dict(pids)["0"]), signal.SIGKILL)
+        os.kill(int(pids["0"]), signal.SIGKILL)
         supervisor.line("killing")
         assert {match[1] for match in supervisor.several(r"child-ended child=\S+ how=(\S+)", 2)} == {"SIGKILL"}
         supervisor.several(r"worker-\d serving", 3)
@@ -203,7 +203,7 @@ def test_honcho_that_is_killed_leaves_nothing(procfile: Path, state: Path, envir
         ours = [open_pid(pid) for pid, _ in processes_with(config) if pid != mesh.pid]
         assert len(ours) == 2 + 2 + 4, "two runners, two supervisors, one service and three ranks"
         os.kill(mesh.pid, signal.SIGKILL)
-        assert all([gone(pidfd, 6.0) for pidfd in ours])
+        assert all(gone(pidfd, 6.0) for pidfd in ours)
         mesh.code()
         assert processes_with(config) == []
     assert published(state) == []
