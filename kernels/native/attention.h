@@ -5,7 +5,7 @@
 
 enum { BLOCK_SLOTS = 16, PANEL_ROWS = 6, TILE_ROWS = 48, TILE_BLOCKS = 4, MAX_HEAD_DIM = 256 };
 enum { TILE_KEYS = TILE_BLOCKS * BLOCK_SLOTS };
-enum { MAX_DIRECT_ROWS = 6 }; // measured: beyond, one transposition costs less than the sums across lanes
+enum { MAX_DIRECT_ROWS = 12 }; // measured: beyond, one transposition costs less than the sums across lanes
 
 // Shapes and names as in attention.py; strides in floats; window 0 and softcap 0 mean none.
 typedef struct {

@@ -152,13 +152,17 @@ INLINE void add_columns(const int rows, const int width, const float *const *val
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int w = 0; w < width; w++) total[r][w] = load(sums + r * dim + column + w * LANES) * decay[r];
-    for (int64_t key = begin; key < end; key++) {
-        const float *value = values[key / BLOCK_SLOTS] + key % BLOCK_SLOTS * dim + column;
+    for (int64_t key = begin; key < end;) {
+        const float *value = values[key / BLOCK_SLOTS] + key % BLOCK_SLOTS * dim + column, *weight = weights + key;
+        int64_t stop = (key / BLOCK_SLOTS + 1) * BLOCK_SLOTS;
+        if (stop > end) stop = end;
+        for (; key < stop; key++, value += dim, weight++) {
 #pragma GCC unroll 4
-        for (int w = 0; w < width; w++) {
-            lanes part = load(value + w * LANES);
+            for (int w = 0; w < width; w++) {
+                lanes part = load(value + w * LANES);
 #pragma GCC unroll 6
-            for (int r = 0; r < rows; r++) total[r][w] += part * weights[r * TILE_KEYS + key];
+                for (int r = 0; r < rows; r++) total[r][w] += part * weight[r * TILE_KEYS];
+            }
         }
     }
 #pragma GCC unroll 6
