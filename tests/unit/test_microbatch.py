@@ -1,5 +1,7 @@
 """How steps follow each other: pipelines kept full in PP, steps issued ahead in TP."""
 
+from itertools import pairwise
+
 import pytest
 
 from services.core.ids import LayoutKind, RequestId, Sequence
@@ -93,7 +95,7 @@ def test_progress_is_made_on_every_report_while_no_token_comes() -> None:
     while not any(bench.outputs.values()):
         bench.step()
         computed.append(bench.batcher.tally.num_computed_tokens)
-    assert len(computed) > 10 and all(before < after for before, after in zip(computed, computed[1:], strict=False))
+    assert len(computed) > 10 and all(before < after for before, after in pairwise(computed))
 
 
 def test_tp_reads_the_token_of_the_step_before_without_knowing_it() -> None:
