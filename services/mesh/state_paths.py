@@ -62,6 +62,10 @@ class StatePaths:
         """The process's own log, besides its standard output."""
         return self.log / f"{process_name(service, rank)}.log"
 
+    def ring(self, rank: int) -> Path:
+        """A rank's flight recorder; a new life of the rank puts a new file in its place."""
+        return self.log / f"worker-{rank}.ring"
+
     def start_record(self, service: str, rank: int | None = None) -> Path:
         """What the process was started with."""
         return self.log / f"{process_name(service, rank)}.start.json"
