@@ -2,3 +2,4 @@
 #pragma GCC target("avx2,fma")
 #define PATH(name) name##_avx2
 #include "attention_body.h"
+#include "elementwise_body.h"

@@ -1,0 +1,42 @@
+// What the entry points of the elementwise kernels share with their bodies. Strides in floats; inner strides are 1.
+#pragma once
+#include <stdbool.h>
+#include <stdint.h>
+
+// out = norm(x) * weight over rows of `width`; where delta is given, x += delta first. Head norms are rows as well.
+typedef struct {
+    float *x;
+    const float *delta, *weight;
+    float *out;
+    int64_t num_rows, width, x_stride, delta_stride, out_stride;
+    float eps;
+} Norm;
+
+typedef enum { GATE_SILU, GATE_GELU_TANH, GATE_NONE } Gate;
+
+// out = gate(x) * y, or x + y without a gate.
+typedef struct {
+    const float *x, *y;
+    float *out;
+    int64_t num_rows, width, x_stride, y_stride, out_stride;
+    Gate gate;
+} Pairwise;
+
+// Rotates heads of q and k in place and writes k and v rows into the pool.
+typedef struct {
+    float *q, *k;
+    const float *v;
+    const int32_t *positions, *slots;
+    const float *cos_sin;
+    float *k_pool, *v_pool;
+    int64_t num_tokens, num_q_heads, num_kv_heads, head_dim, rotary_dim, max_positions;
+    int64_t q_stride, k_stride, v_stride, num_blocks, num_pool_heads, kv_head_begin;
+    bool interleaved;
+} Rope;
+
+#define DECLARE_PATHS(name, type)    \
+    void name##_avx2(const type *);  \
+    void name##_portable(const type *);
+DECLARE_PATHS(norm_rows, Norm)
+DECLARE_PATHS(combine_rows, Pairwise)
+DECLARE_PATHS(rope_rows, Rope)
