@@ -1,0 +1,200 @@
+"""The router process: opens the model, wires the parts together, runs them, and drains at the end."""
+
+import socket
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import anyio
+import anyio.to_thread
+from flipmesh.common.v1 import introspection_pb2
+from flipmesh.router.v1 import inference_service_pb2
+from flipmesh.router.v1.inference_service_pb2_grpc import (
+    add_AdminServiceServicer_to_server,
+    add_InferenceServiceServicer_to_server,
+)
+
+from services.mesh.model_files import ModelFiles, open_model
+from services.mesh.progress import Phase
+from services.mesh.settings import Settings
+from services.mesh.shell import Shell
+from services.mesh.state_paths import write_atomically
+from services.router.admission import Admission
+from services.router.asked import RequestBounds
+from services.router.grpc_server import AdminServicer, InferenceServicer
+from services.router.health import Health, ProcessWatch
+from services.router.http import HttpFront
+from services.router.http_server import HttpServer, bind
+from services.router.inference import Inference
+from services.router.metrics_page import MetricsPage
+from services.router.readiness import Readiness
+from services.router.request_metrics import RequestMetrics
+from services.router.scheduler_client import SchedulerClient
+from services.router.served_model import ServedModel
+from services.router.templates import open_renderer
+from services.router.tokens import open_tokens
+
+TOKENISING_REQUESTS = 8
+"""Prompts of the largest size that may wait for the tokeniser together."""
+LAST_WORDS_S = 0.4
+"""After the drain: how long the last events may take to reach their sockets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """The parts of one router."""
+
+    model: ServedModel
+    bounds: RequestBounds
+    admission: Admission
+    client: SchedulerClient
+    inference: Inference
+    watch: ProcessWatch
+    health: Health
+    readiness: Readiness
+    server: HttpServer
+    metrics: RequestMetrics
+
+
+async def main(shell: Shell) -> None:
+    """The life of the router."""
+    settings = shell.settings
+    with shell.progress.working("opening the model", settings.deadlines.boot_s):
+        files, model = await anyio.to_thread.run_sync(_open_model, settings)
+    router = build(shell, model, files.geometry.max_context_tokens)
+    bound = bind(settings.router.http_host, settings.router.http_port)
+    host, port = bound.getsockname()[:2]
+    shell.introspection.report(partial(_report, router, f"{host}:{port}", settings.router.grpc_address or ""))
+    published = shell.paths.address("router", "http")
+    grpc_published = shell.paths.address("router", "grpc")
+    async with shell.server.running(tcp_address=settings.router.grpc_address, publish=grpc_published):
+        write_atomically(published, f"{host}:{port}\n")
+        shell.log.info("serving-http", address=f"{host}:{port}", model=model.name)
+        try:
+            await serve(shell, router, bound)
+        finally:
+            published.unlink(missing_ok=True)
+
+
+def build(shell: Shell, model: ServedModel, max_context_tokens: int) -> Router:
+    """Wires the parts; nothing runs yet. `max_context_tokens`: what the model could take, before the group says."""
+    settings = shell.settings
+    wanted, deadlines = settings.router, settings.deadlines
+    bounds = RequestBounds(
+        vocabulary_size=model.vocabulary_size,
+        max_context_tokens=settings.model.context_tokens or max_context_tokens,
+        max_choices=wanted.max_choices,
+        max_stop_strings=wanted.max_stop_strings,
+        max_top_logprobs=wanted.max_top_logprobs,
+    )
+    admission = Admission(wanted.max_open_requests, TOKENISING_REQUESTS * wanted.max_request_bytes)
+    channel = shell.peers.channel("scheduler")
+    client = SchedulerClient(
+        channel,
+        shell.log,
+        max_open=wanted.max_open_requests * wanted.max_choices,
+        budget_s=wanted.resubmit_budget_s,
+    )
+    metrics = RequestMetrics.registered(shell.metrics)
+    inference = Inference(model, client, admission, metrics, shell.tracer)
+    watch = ProcessWatch(shell.peers, settings.group.num_ranks)
+    health = Health(client, watch, admission, step_s=deadlines.step_s)
+    page = MetricsPage(shell.introspection, shell.peers, settings.group.num_ranks)
+    front = HttpFront(
+        inference,
+        bounds,
+        health,
+        page,
+        shell.log,
+        max_request_bytes=wanted.max_request_bytes,
+        api_key=wanted.api_key,
+    )
+    _add_grpc(shell, inference, bounds, admission)
+    readiness = Readiness(model, client, health, shell.log, probe_s=deadlines.step_s)
+    server = HttpServer(front.app())
+    return Router(model, bounds, admission, client, inference, watch, health, readiness, server, metrics)
+
+
+def _open_model(settings: Settings) -> tuple[ModelFiles, ServedModel]:
+    files = open_model(settings.model.path or settings.model.name)
+    num_threads = settings.router.tokenizer_threads
+    tokens = open_tokens(files, num_threads)
+    model = ServedModel(
+        name=settings.model.name,
+        digest=files.digest,
+        tokens=tokens,
+        renderer=open_renderer(files, tokens.vocabulary, num_threads),
+        created_s=int(time.time()),
+    )
+    return files, model
+
+
+def _add_grpc(shell: Shell, inference: Inference, bounds: RequestBounds, admission: Admission) -> None:
+    services = inference_service_pb2.DESCRIPTOR.services_by_name
+    servicer = InferenceServicer(inference, bounds, shell.settings.router.api_key)
+    shell.server.add(add_InferenceServiceServicer_to_server, servicer, services["InferenceService"])
+    deadlines = shell.settings.deadlines
+
+    def drain(why: str) -> int:
+        admission.close(why)
+        shell.log.info("draining", open=admission.num_open_requests)
+        return admission.num_open_requests
+
+    # A flip waits for the park, then for its rounds; the scheduler has its own, shorter bounds for each.
+    flip_s = 2 * deadlines.park_s + deadlines.collective_s
+    admin = AdminServicer(shell.peers.channel("scheduler"), drain, flip_s=flip_s)
+    shell.server.add(add_AdminServiceServicer_to_server, admin, services["AdminService"])
+
+
+async def serve(shell: Shell, router: Router, bound: socket.socket) -> None:
+    """Runs the parts until the process is asked to stop, then drains."""
+    async with anyio.create_task_group() as tasks:
+        for run in (router.client.run, router.readiness.run, router.watch.run, partial(_follow, shell, router)):
+            tasks.start_soon(run)
+        http_ended = anyio.Event()
+        tasks.start_soon(_serve_http, router.server, bound, http_ended)
+        await shell.stop.wait()
+        await _drain(router, shell.settings.router.drain_s, http_ended)
+        shell.log.info("drained", open=router.admission.num_open_requests)
+        tasks.cancel_scope.cancel()
+
+
+async def _serve_http(server: HttpServer, bound: socket.socket, ended: anyio.Event) -> None:
+    await server.serve_on(bound)
+    ended.set()
+
+
+async def _drain(router: Router, drain_s: float, http_ended: anyio.Event) -> None:
+    """Lets open requests end by themselves for a while, then ends them with a word that says why."""
+    router.admission.close("the server is shutting down")
+    router.server.end()
+    empty = anyio.Event()
+    router.admission.on_empty = empty.set
+    if router.admission.num_open_requests:
+        with anyio.move_on_after(drain_s):
+            await empty.wait()
+    router.client.close("the server is shutting down and the answer was cut off")
+    with anyio.move_on_after(LAST_WORDS_S):
+        await http_ended.wait()
+
+
+async def _follow(shell: Shell, router: Router) -> None:
+    """Keeps the declared phase in step with the group."""
+    while not shell.stop.is_set():
+        if router.client.group is None:
+            shell.progress.enter(Phase.WAITING, router.client.waiting_for)
+        else:
+            shell.progress.enter(Phase.READY, f"generation {router.client.group.generation}")
+        await router.client.wait_for_change()
+
+
+def _report(router: Router, http_address: str, grpc_address: str, status: introspection_pb2.GetStatusResponse) -> None:
+    admission, group = router.admission, router.client.group
+    status.router.num_open_requests = admission.num_open_requests
+    status.router.num_streams = admission.num_streams
+    status.router.http_address = http_address
+    status.router.grpc_address = grpc_address
+    status.router.num_requests_total = admission.num_requests_total
+    status.router.num_resubmitted_total = router.client.num_resubmitted
+    status.router.serving = group is not None and group.generation == router.health.served_generation
+    status.router.model_name = router.model.name
