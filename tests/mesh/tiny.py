@@ -28,6 +28,9 @@ async def main(shell: Shell) -> None:
                 shell.progress.enter(Phase.READY)
                 await shell.stop.wait()
                 time.sleep(60)  # noqa: ASYNC251 (a loop that hangs is what is wanted)
+            case ["span"]:
+                with shell.tracer.start_as_current_span("work"):
+                    await shell.stop.wait()
             case ["linger"]:
                 shell.progress.enter(Phase.READY)
                 await anyio.sleep_forever()
