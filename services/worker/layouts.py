@@ -4,7 +4,7 @@ Pure. Both are computed at start by every rank from the same numbers, so that no
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from services.core.geometry import ModelGeometry
 from services.core.ggml_types import block_length
@@ -50,3 +50,18 @@ def both_layouts(
 def _whole(weights: Sequence[float]) -> list[int]:
     smallest = min(weights)
     return [round(weight / smallest * WEIGHT_STEPS) for weight in weights]
+
+
+def cut_within_blocks(
+    geometry: ModelGeometry, tensors: Mapping[str, TensorPlace], layouts: Collection[Layout]
+) -> frozenset[str]:
+    """The output projections whose columns some share cuts within a quantisation block.
+
+    Heads are the unit there, and a head need not be a whole number of blocks; the FFN is cut on blocks by its unit.
+    """
+    ends = {share.heads.end * geometry.head_dim for layout in layouts for share in layout.shares}
+    return frozenset(
+        name
+        for name, place in tensors.items()
+        if name.endswith(".attn_output") and any(end % block_length(place.ggml_type) for end in ends)
+    )
