@@ -17,6 +17,7 @@ from opentelemetry.trace import Tracer
 from services.core.flip import FlipDeadlines, FlipOutcome, RankLost
 from services.core.ids import FlipId, Generation, Rank
 from services.mesh.codec.flip import event_from_proto, outcome_to_proto
+from services.mesh.flip_record import layout_name, state_name
 from services.mesh.log import Log
 from services.mesh.metrics import Metrics
 from services.mesh.rpc import Peers
@@ -24,7 +25,7 @@ from services.mover.attempts import Attempt, Group, decide_again
 from services.mover.history import History, note
 from services.mover.journal import FlipKey, Journal
 from services.mover.links import RankLinks
-from services.mover.trace import emit, layout_name, state_name
+from services.mover.trace import emit
 
 PAUSE_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 
