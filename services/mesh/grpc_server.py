@@ -72,17 +72,20 @@ class GrpcServer:
         self._names.append(descriptor.full_name)
 
     @asynccontextmanager
-    async def running(self, *, tcp_address: str | None = None, publish: Path | None = None) -> AsyncIterator[None]:
+    async def running(
+        self, *, tcp_address: str | None = None, publish: Path | None = None, is_serving: bool = True
+    ) -> AsyncIterator[None]:
         """Serves on the socket, and on `tcp_address` (`host:port`, 0 for a free one) written to `publish`.
 
-        Health turns SERVING with the entry and NOT_SERVING with the exit, which ends what is still open.
+        Health turns SERVING with the entry, unless the service says itself when it is (`is_serving` False, then
+        `set_serving`), and NOT_SERVING with the exit, which ends what is still open.
         """
         reflection.enable_server_reflection(self._names, self._server)
         self._bind_socket()
         if tcp_address is not None:
             self._bind_tcp(tcp_address, publish)
         await self._server.start()
-        await self.set_serving(True)
+        await self.set_serving(is_serving)
         self._log.info("serving", socket=self._socket)
         try:
             yield
