@@ -49,7 +49,8 @@ typedef struct {
 } channel_lines;
 
 typedef struct {
-    _Alignas(LINE_BYTES) uint64_t ordinal, tag, message_bytes;
+    _Alignas(LINE_BYTES) uint64_t ordinal;
+    uint64_t tag, message_bytes;
     _Alignas(LINE_BYTES) unsigned char bytes[];
 } channel_slot;
 
