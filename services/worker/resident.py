@@ -8,6 +8,7 @@ again is dropped (`admitted_at`).
 Shapes: R max_resident_requests, C max_context_tokens, B blocks of C tokens, S rows of a step, T tokens of a step.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -271,7 +272,7 @@ class ResidentTable:
         self.num_tokens[index] = np.maximum(self.num_tokens[index], position + 1)
 
 
-def _parallel(what: str, *lists: list[int]) -> tuple[Int64s, ...]:
+def _parallel(what: str, *lists: Collection[int]) -> tuple[Int64s, ...]:
     if len({len(values) for values in lists}) != 1:
         raise ProtocolError(f"{what}: parallel lists of one length expected, got {[len(values) for values in lists]}")
     return tuple(np.asarray(values, np.int64) for values in lists)

@@ -1,0 +1,113 @@
+"""Builds one rank from its settings and the descriptors it inherited: model, weights, data plane, runner.
+
+Runs once, off the event loop. Never waits for a peer: what ranks share is made by whoever comes first, in steps that
+any of them may repeat.
+"""
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kernels import _native
+from kernels.shm_region import HEADER, MAGIC, RegionLayout, RegionShape, ShmRegion
+from services.core.ids import LayoutKind, Rank
+from services.core.layout import Layout
+from services.mesh.errors import ConfigurationError
+from services.mesh.model_files import ModelFiles, open_model
+from services.mesh.settings import Settings
+from services.worker.collectives import Carrier, ShmCarrier
+from services.worker.layouts import both_layouts, cut_within_blocks, shard_units
+from services.worker.runner import Runner, RunnerLimits
+from services.worker.weights import WeightStore
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long the event loop's thread may keep the model thread from going on after a kernel; measured by
+tools/bench_worker.py: at the interpreter's 5 ms a busy loop costs several ms a step."""
+
+FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """One rank, ready for its RESET."""
+
+    rank: Rank
+    files: ModelFiles
+    store: WeightStore
+    layouts: Mapping[LayoutKind, Layout]
+    carrier: Carrier
+    runner: Runner
+    boot_ns: int
+    """From the first byte read to ready."""
+    num_expanded: int
+    """Tensors that this rank expanded; 0: none was missing."""
+
+
+def build_rig(settings: Settings, rank: Rank, fds: Mapping[str, int]) -> Rig:
+    """Opens, maps and expands what this rank needs.
+
+    Raises:
+        ConfigurationError: the deployment cannot be; it says what to change.
+    """
+    began_ns = time.perf_counter_ns()
+    missing = {"weights", "pool", "flags"} - fds.keys()
+    if missing:
+        raise ConfigurationError(
+            f"a worker needs the regions weights, pool and flags from its supervisor, {sorted(missing)} are absent: "
+            "start it as the Procfile does"
+        )
+    group, limits = settings.group, runner_limits(settings)
+    if not 0 <= rank < group.num_ranks:
+        raise ConfigurationError(f"rank {rank} is not in [0, {group.num_ranks}): group.num_ranks and --rank disagree")
+    torch.set_num_threads(group.threads_per_rank)
+    files = open_model(settings.model.path or settings.model.name)
+    units = shard_units(files.geometry, files.tensors)
+    layouts = both_layouts(units, group.num_ranks, group.pp_layers, group.tp_weights)
+    cut = cut_within_blocks(files.geometry, files.tensors, layouts.values())
+    store = WeightStore(files, fds["weights"], cut)
+    num_expanded = store.expand(rank, group.num_ranks)
+    region = open_region(fds["flags"], region_shape(settings, files.geometry.hidden_size))
+    carrier = ShmCarrier(region, rank)
+    runner = Runner(rank, files.geometry, store, layouts, carrier, fds["pool"], limits)
+    settle()
+    return Rig(rank, files, store, layouts, carrier, runner, time.perf_counter_ns() - began_ns, num_expanded)
+
+
+def runner_limits(settings: Settings) -> RunnerLimits:
+    """What the configuration sizes a rank for."""
+    return RunnerLimits(
+        max_resident_requests=settings.scheduler.max_resident_requests,
+        max_batch_tokens=settings.scheduler.max_batch_rows,
+        deadline_s=settings.deadlines.collective_s,
+    )
+
+
+def region_shape(settings: Settings, hidden_size: int) -> RegionShape:
+    """The data plane's sizes, the same on every rank because they follow from the configuration alone."""
+    return RegionShape(
+        num_ranks=settings.group.num_ranks,
+        max_message_bytes=settings.scheduler.max_batch_rows * hidden_size * FLOAT_BYTES,
+        max_rows=settings.scheduler.max_resident_requests,
+    )
+
+
+def open_region(fd: int, shape: RegionShape) -> ShmRegion:
+    """The region on an inherited memfd: sized and headed by whichever rank comes first.
+
+    Every rank may do both at any time, because size and header follow from `shape` alone and a fresh memfd is zero.
+    """
+    os.ftruncate(fd, RegionLayout(*_native.collectives_layout(*shape.words())).total_bytes)
+    os.pwrite(fd, HEADER.pack(MAGIC, *shape.words()), 0)
+    return ShmRegion(fd)
+
+
+def settle() -> None:
+    """Takes what start-up made out of the collector's way and lets the model thread win the interpreter back soon."""
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)

@@ -1,0 +1,214 @@
+"""The Llama family (SmolLM2, Mistral, Llama): written once against a rank's share of layers, heads, FFN and vocabulary.
+
+PP and TP differ in the spans of the share and in whether the seam sums over ranks. The residual stream is summed in
+place: the rank that keeps it adds its partial product to it, the others overwrite theirs with their partial product,
+and the seam's sum is the new stream, so there is no addition besides. Eleven kernel calls a layer, and the two sums.
+
+Shapes: T tokens, N sampled rows, Hq and Hkv this share's heads, D head dimension, F this share's FFN columns.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.attention import paged_attention
+from kernels.collective_status import Purpose
+from kernels.elementwise import rms_norm, rope_and_store, rope_table, silu_mul
+from kernels.linear import Matrix, multiply, take_rows
+from services.core.geometry import RopePairing
+from services.worker.batch import Batch
+from services.worker.kv_cache import KvPool
+from services.worker.model.stage import StageSpec
+from services.worker.weights import WeightStore
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """One layer's projections, this share's heads."""
+
+    q: Matrix
+    k: Matrix
+    v: Matrix
+    output: Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class FfnWeights:
+    """One layer's FFN, this share's columns."""
+
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer. A part that this share holds nothing of is None."""
+
+    index: int
+    attention_norm: Tensor
+    attention: AttentionWeights | None
+    ffn_norm: Tensor
+    ffn: FfnWeights | None
+
+
+def load_layer(store: WeightStore, spec: StageSpec, index: int) -> LayerWeights:
+    """Views of one layer for this share; no byte is copied but the norms'."""
+    geometry, share, prefix = spec.geometry, spec.share, f"layers.{index}."
+    heads, kv_heads = share.heads.times(geometry.head_dim), share.kv_heads.times(geometry.head_dim)
+    attention = ffn = None
+    if len(heads):
+        attention = AttentionWeights(
+            q=store.matrix(prefix + "attn_q", rows=heads),
+            k=store.matrix(prefix + "attn_k", rows=kv_heads),
+            v=store.matrix(prefix + "attn_v", rows=kv_heads),
+            output=store.matrix(prefix + "attn_output", columns=heads),
+        )
+    if len(share.ffn):
+        ffn = FfnWeights(
+            gate=store.matrix(prefix + "ffn_gate", rows=share.ffn),
+            up=store.matrix(prefix + "ffn_up", rows=share.ffn),
+            down=store.matrix(prefix + "ffn_down", columns=share.ffn),
+        )
+    return LayerWeights(index, store.vector(prefix + "attn_norm"), attention, store.vector(prefix + "ffn_norm"), ffn)
+
+
+class Activations:
+    """Buffers for the largest step, made once: a step of T tokens uses the first T rows' worth of each."""
+
+    def __init__(self, spec: StageSpec) -> None:
+        geometry, share, rows = spec.geometry, spec.share, spec.max_batch_tokens
+        self.hidden = torch.zeros(rows * geometry.hidden_size)
+        self.normed = torch.zeros(rows * geometry.hidden_size)
+        self.q = torch.zeros(rows * len(share.heads) * geometry.head_dim)
+        self.k = torch.zeros(rows * len(share.kv_heads) * geometry.head_dim)
+        self.v = torch.zeros(rows * len(share.kv_heads) * geometry.head_dim)
+        self.attended = torch.zeros(rows * len(share.heads) * geometry.head_dim)
+        self.gate = torch.zeros(rows * len(share.ffn))
+        self.up = torch.zeros(rows * len(share.ffn))
+
+
+def _view(buffer: Tensor, num_tokens: int, width: int) -> Tensor:
+    return buffer[: num_tokens * width].view(num_tokens, width)
+
+
+class LlamaStage:
+    """One rank's share under one layout."""
+
+    def __init__(self, spec: StageSpec, store: WeightStore) -> None:
+        geometry, share = spec.geometry, spec.share
+        self._spec = spec
+        self._embedding = store.matrix("token_embd")
+        self._layers = tuple(load_layer(store, spec, index) for index in range(share.layers.begin, share.layers.end))
+        self._output_norm = store.vector("output_norm")
+        self._head = store.matrix("output", rows=share.vocab) if share.has_head else None
+        divisors = torch.tensor(geometry.rope_divisors, dtype=torch.float64)
+        self._rope = rope_table(geometry.head_dim, geometry.rope_theta, spec.max_context_tokens, divisors)
+        self._buffers = Activations(spec)
+
+    def hidden(self, num_tokens: int) -> Tensor:
+        """[T, hidden_size]: the residual stream."""
+        return _view(self._buffers.hidden, num_tokens, self._spec.geometry.hidden_size)
+
+    def embed(self, batch: Batch) -> None:
+        """Begins the residual stream from the ids."""
+        take_rows(self._embedding, batch.input_ids, self.hidden(batch.num_tokens))
+
+    def layers(self, batch: Batch, pool: KvPool) -> None:
+        """Runs this share's layers."""
+        step = _Step(self._spec, self._buffers, self._rope, batch)
+        for layer in self._layers:
+            step.attend(layer, pool)
+            step.feed_forward(layer)
+
+    def logits(self, batch: Batch) -> Tensor:
+        """[N, this share's vocabulary rows]."""
+        rows = self.hidden(batch.num_tokens).index_select(0, batch.sampled_tokens)
+        out = torch.empty((batch.num_sampled, len(self._spec.share.vocab)))
+        if self._head is not None:
+            rms_norm(rows, self._output_norm, self._spec.geometry.norm_epsilon, rows)
+            multiply(rows, self._head, out)
+        return out
+
+
+class _Step:
+    """The views of one step, made once for all layers."""
+
+    def __init__(self, spec: StageSpec, buffers: Activations, rope: Tensor, batch: Batch) -> None:
+        geometry, share, n = spec.geometry, spec.share, batch.num_tokens
+        heads, kv_heads, dim = len(share.heads), len(share.kv_heads), geometry.head_dim
+        self.batch, self.spec, self.rope = batch, spec, rope
+        self.hidden = _view(buffers.hidden, n, geometry.hidden_size)
+        self.normed = _view(buffers.normed, n, geometry.hidden_size)
+        self.q, self.attended = _view(buffers.q, n, heads * dim), _view(buffers.attended, n, heads * dim)
+        self.k, self.v = _view(buffers.k, n, kv_heads * dim), _view(buffers.v, n, kv_heads * dim)
+        self.q_heads, self.attended_heads = self.q.view(n, heads, dim), self.attended.view(n, heads, dim)
+        self.k_heads, self.v_heads = self.k.view(n, kv_heads, dim), self.v.view(n, kv_heads, dim)
+        self.gate, self.up = _view(buffers.gate, n, len(share.ffn)), _view(buffers.up, n, len(share.ffn))
+        self.scale = dim**-0.5
+        self.interleaved = geometry.rope_pairing is RopePairing.INTERLEAVED
+
+    def attend(self, layer: LayerWeights, pool: KvPool) -> None:
+        """Attention and its output projection, summed into the residual stream."""
+        weights, batch, share = layer.attention, self.batch, self.spec.share
+        if weights is None:
+            self._add_nothing(Purpose.ATTENTION_OUTPUT)
+            return
+        rms_norm(self.hidden, layer.attention_norm, self.spec.geometry.norm_epsilon, self.normed)
+        multiply(self.normed, weights.q, self.q)
+        multiply(self.normed, weights.k, self.k)
+        multiply(self.normed, weights.v, self.v)
+        keys, values = pool.keys[layer.index], pool.values[layer.index]
+        rope_and_store(
+            self.q_heads,
+            self.k_heads,
+            self.v_heads,
+            batch.positions,
+            batch.slots,
+            self.rope,
+            keys,
+            values,
+            kv_head_begin=share.kv_heads.begin,
+            interleaved=self.interleaved,
+        )
+        paged_attention(
+            self.q_heads,
+            keys,
+            values,
+            batch.block_tables,
+            batch.row_of_sequence,
+            batch.query_start,
+            batch.context_tokens,
+            self.attended_heads,
+            kv_head_begin=share.kv_heads.begin,
+            num_kv_heads=len(share.kv_heads),
+            scale=self.scale,
+        )
+        self._add(weights.output, self.attended, Purpose.ATTENTION_OUTPUT)
+
+    def feed_forward(self, layer: LayerWeights) -> None:
+        """The gated FFN, summed into the residual stream."""
+        weights = layer.ffn
+        if weights is None:
+            self._add_nothing(Purpose.FFN_OUTPUT)
+            return
+        rms_norm(self.hidden, layer.ffn_norm, self.spec.geometry.norm_epsilon, self.normed)
+        multiply(self.normed, weights.gate, self.gate)
+        multiply(self.normed, weights.up, self.up)
+        silu_mul(self.gate, self.up, self.gate)
+        self._add(weights.down, self.gate, Purpose.FFN_OUTPUT)
+
+    def _add(self, matrix: Matrix, x: Tensor, purpose: Purpose) -> None:
+        multiply(x, matrix, self.hidden, accumulate=self.spec.keeps_residual)
+        self.spec.reduce(self.hidden, purpose)
+
+    def _add_nothing(self, purpose: Purpose) -> None:
+        if not self.spec.keeps_residual:
+            self.hidden.zero_()
+        self.spec.reduce(self.hidden, purpose)
+
+
+def build(spec: StageSpec, store: WeightStore) -> LlamaStage:
+    """The stage of one share."""
+    return LlamaStage(spec, store)

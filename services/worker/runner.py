@@ -1,0 +1,271 @@
+"""Executes the step log, entry after entry, in the one thread that touches tensors.
+
+Never decides: what runs, who finishes and which layout holds is in the log. Both layouts' stages are built at start; an
+entry picks the one in force. Waits are for peers alone, each with a deadline, through the carrier; when one fails the
+carrier is aborted, so that no peer waits for this rank, and the error goes up: the generation ends.
+"""
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.collective_status import AbortReason, Purpose
+from services.core.geometry import ModelGeometry
+from services.core.ids import LayoutKind, Rank, Sequence
+from services.core.layout import Layout
+from services.core.log_follower import LogFollower, ProtocolError
+from services.core.step import AbandonEntry, CommitEntry, FlipEntry, LogEntry, ResetEntry, StepPlan, StepReport
+from services.worker.batch import Batch, make_batch
+from services.worker.collectives import Carrier
+from services.worker.kv_cache import KvPool
+from services.worker.model.stage import Stage, StageSpec, build_stage
+from services.worker.resident import Int32s, Int64s, ResidentLimits, ResidentTable, Rows
+from services.worker.sampler import Sampled, Sampler
+from services.worker.weights import WeightStore
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+DIGEST_BYTES = 8
+MAX_UNREAD_STEPS = 32
+"""How far behind sampled ids may stay unread: half of what the token board keeps, so that none is written over. Older
+ones are applied without being asked for; their step is then so long past that nobody waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerLimits:
+    """What this process was sized for; RESET may ask for less, never for more."""
+
+    max_resident_requests: int
+    max_batch_tokens: int
+    deadline_s: float
+    """Of every wait for a peer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """RESET is done: pools are there, the data plane is joined."""
+
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """A step that sampled, until its ids are applied; [N] arrays."""
+
+    sequence: Sequence
+    request: Int64s
+    position: Int64s
+    ids: Int32s | None
+    """On the rank that sampled them; None: they are on the board."""
+
+
+class WaitClock:
+    """Calls that wait for peers, and how long they took in all."""
+
+    def __init__(self) -> None:
+        self.waited_ns = 0
+
+    def timed(self, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Makes one call and adds its time."""
+        began_ns = time.perf_counter_ns()
+        result = call(*args, **kwargs)
+        self.waited_ns += time.perf_counter_ns() - began_ns
+        return result
+
+
+class Runner:
+    """One rank. Use from one thread; `state` may be read from any."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        geometry: ModelGeometry,
+        store: WeightStore,
+        layouts: Mapping[LayoutKind, Layout],
+        carrier: Carrier,
+        pool_fd: int,
+        limits: RunnerLimits,
+    ) -> None:
+        self._rank, self._geometry, self._layouts = rank, geometry, layouts
+        self._carrier, self._pool_fd, self._limits = carrier, pool_fd, limits
+        self._clock = WaitClock()
+        self._stages: dict[LayoutKind, Stage] = {
+            kind: build_stage(self._spec(layout), store) for kind, layout in layouts.items()
+        }
+        self._sampler = Sampler(geometry.vocab_size)
+        self.follower = LogFollower()
+        self.pool: KvPool | None = None
+        self.resident: ResidentTable | None = None
+        self._unread: deque[_Unread] = deque()
+        self._digest = bytes(DIGEST_BYTES)
+        self.compute_ns = 0
+        """In kernels since the start; read by status."""
+
+    def _spec(self, layout: Layout) -> StageSpec:
+        summed = layout.kind is LayoutKind.TP and layout.num_ranks > 1
+        return StageSpec(
+            geometry=self._geometry,
+            share=layout.shares[self._rank],
+            keeps_residual=not summed or self._rank == 0,
+            reduce=self._all_reduce if summed else _keep,
+            max_batch_tokens=self._limits.max_batch_tokens,
+            max_context_tokens=self._geometry.max_context_tokens,
+        )
+
+    def _all_reduce(self, partial: Tensor, purpose: Purpose) -> None:
+        self._clock.timed(self._carrier.all_reduce, partial, deadline_s=self._limits.deadline_s, purpose=purpose)
+
+    @property
+    def waited_ns(self) -> int:
+        """Spent waiting for peers since the start."""
+        return self._clock.waited_ns
+
+    def execute(self, entry: LogEntry) -> Opened | StepReport | None:
+        """Executes the next entry; what it answers with, None for entries of a flip.
+
+        Raises:
+            ProtocolError: the log broke a rule.
+            CollectiveError: a wait for a peer ended without it.
+        """
+        try:
+            self.follower.follow(entry)
+            match entry.entry:
+                case ResetEntry() as reset:
+                    return self._reset(reset)
+                case StepPlan() as plan:
+                    return self._step(plan, entry.sequence)
+                case FlipEntry() | CommitEntry() | AbandonEntry():
+                    # Shared mode: the bytes of both layouts are where they are; the follower has switched or parked.
+                    return None
+        except BaseException:
+            self._carrier.abort(AbortReason.STEP_FAILED)
+            raise
+
+    def _reset(self, reset: ResetEntry) -> Opened:
+        limits, geometry = self._limits, self._geometry
+        if reset.max_resident_requests > limits.max_resident_requests:
+            raise ProtocolError(
+                f"RESET asks for {reset.max_resident_requests} resident requests, this rank was started for "
+                f"{limits.max_resident_requests}: give scheduler and workers the same configuration"
+            )
+        if reset.max_context_tokens > geometry.max_context_tokens or reset.num_blocks < 1:
+            raise ProtocolError(
+                f"RESET asks for a context of {reset.max_context_tokens} tokens and {reset.num_blocks} blocks; at most "
+                f"{geometry.max_context_tokens} tokens and at least one block expected"
+            )
+        self.resident = ResidentTable(
+            ResidentLimits(
+                max_resident_requests=reset.max_resident_requests,
+                max_context_tokens=reset.max_context_tokens,
+                num_blocks=reset.num_blocks,
+                vocab_size=geometry.vocab_size,
+                max_batch_tokens=limits.max_batch_tokens,
+            )
+        )
+        self.pool = KvPool(self._pool_fd, geometry, reset.num_blocks)
+        return Opened(reset.num_blocks)
+
+    def _step(self, plan: StepPlan, sequence: Sequence) -> StepReport:
+        began_ns, waited_ns = time.perf_counter_ns(), self._clock.waited_ns
+        resident, layout = self.resident, self._layout
+        assert resident is not None
+        self._apply_tokens(resident, max(plan.tokens_through or 0, sequence - MAX_UNREAD_STEPS))
+        resident.apply_deltas(plan, sequence)
+        rows = resident.rows(plan)
+        input_ids = resident.input_ids(rows)
+        self._chain(sequence, rows, input_ids)
+        batch = make_batch(resident, rows, input_ids)
+        self._run(layout, batch, sequence)
+        sampled = self._sample(layout, resident, rows, batch, sequence) if batch.num_sampled else None
+        waited_ns = self._clock.waited_ns - waited_ns
+        compute_ns = time.perf_counter_ns() - began_ns - waited_ns
+        self.compute_ns += compute_ns
+        return StepReport(
+            sequence=sequence,
+            digest=int.from_bytes(self._digest, "little"),
+            compute_ns=compute_ns,
+            wait_ns=waited_ns,
+            tokens=None if sampled is None else sampled.tokens(),
+        )
+
+    @property
+    def _layout(self) -> Layout:
+        assert self.follower.layout is not None
+        return self._layouts[self.follower.layout]
+
+    def _apply_tokens(self, resident: ResidentTable, through: int) -> None:
+        """Applies what all steps up to `through` sampled, waiting for those on the board."""
+        while self._unread and self._unread[0].sequence <= through:
+            step = self._unread.popleft()
+            ids = step.ids
+            if ids is None:
+                ids = self._clock.timed(
+                    self._carrier.take_tokens, step.sequence, deadline_s=self._limits.deadline_s
+                ).numpy()
+            if len(ids) != len(step.request):
+                raise ProtocolError(
+                    f"step {step.sequence} sampled {len(ids)} ids on the sampling rank and {len(step.request)} rows "
+                    "here: the ranks were given different plans"
+                )
+            resident.apply_tokens(step.sequence, step.request, step.position, ids)
+
+    def _chain(self, sequence: Sequence, rows: Rows, input_ids: Int32s) -> None:
+        chain = hashlib.blake2b(self._digest, digest_size=DIGEST_BYTES)
+        chain.update(sequence.to_bytes(8, "little"))
+        for values in (rows.request, rows.start, rows.row_tokens, rows.sampled, input_ids):
+            chain.update(values.tobytes())
+        self._digest = chain.digest()
+
+    def _run(self, layout: Layout, batch: Batch, sequence: Sequence) -> None:
+        assert self.pool is not None
+        stage, last = self._stages[layout.kind], layout.num_ranks - 1
+        piped = layout.kind is LayoutKind.PP
+        hidden = stage.hidden(batch.num_tokens)
+        wait = {"deadline_s": self._limits.deadline_s, "purpose": Purpose.HIDDEN_STATES}
+        if piped and self._rank > 0:
+            self._clock.timed(self._carrier.recv, hidden, self._rank - 1, sequence, **wait)
+        else:
+            stage.embed(batch)
+        stage.layers(batch, self.pool)
+        if piped and self._rank < last:
+            self._clock.timed(self._carrier.send, hidden, self._rank + 1, sequence, **wait)
+
+    def _sample(
+        self, layout: Layout, resident: ResidentTable, rows: Rows, batch: Batch, step: Sequence
+    ) -> Sampled | None:
+        """Samples on the sampling rank, for all; every rank remembers that these ids are to come."""
+        request, position = rows.request[rows.sampled], rows.context_tokens[rows.sampled].astype(np.int64)
+        logits = self._whole_logits(layout, batch)
+        sampled = None
+        if logits is not None:
+            sampled = self._sampler.sample(logits, resident, request, position)
+            if layout.num_ranks > 1:
+                self._carrier.publish_tokens(step, torch.from_numpy(sampled.ids))
+        self._unread.append(_Unread(step, request, position, None if sampled is None else sampled.ids))
+        return sampled
+
+    def _whole_logits(self, layout: Layout, batch: Batch) -> Tensor | None:
+        """[N, vocab_size] on the sampling rank, None elsewhere."""
+        samples = self._rank == layout.sampling_rank
+        if layout.kind is LayoutKind.PP or layout.num_ranks == 1:
+            return self._stages[layout.kind].logits(batch) if samples else None
+        return self._clock.timed(
+            self._carrier.all_gather_columns,
+            self._stages[layout.kind].logits(batch),
+            [len(share.vocab) for share in layout.shares],
+            to_rank=layout.sampling_rank,
+            deadline_s=self._limits.deadline_s,
+            purpose=Purpose.LOGITS,
+        )
+
+
+def _keep(partial: Tensor, purpose: Purpose) -> None:
+    """The reduction where this rank's sum is the whole."""
