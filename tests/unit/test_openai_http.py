@@ -1,0 +1,567 @@
+"""The whole HTTP front over real sockets, with a scheduler at the other end of a real stream."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+
+from services.core.request import Rejected, RejectReason
+from services.mesh.settings import GroupSettings, RouterSettings, Settings
+from services.mesh.shell import Shell
+from services.router.http_server import bind
+from services.router.service import Router, build, serve
+from tests.unit.scripted_scheduler import MODEL, WINDOW, ScriptedScheduler, scheduler_at, scripted_model, shell_in
+
+ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@dataclass
+class Stand:
+    """A router in this process, its scheduler, and a client of each kind."""
+
+    url: str
+    router: Router
+    shell: Shell
+    scheduler: ScriptedScheduler
+    http: httpx.AsyncClient
+    openai: openai.AsyncOpenAI
+
+    async def complete(self, **body: Any) -> httpx.Response:
+        return await self.http.post("/v1/completions", json={"model": MODEL, **body})
+
+    async def chat(self, **body: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": "hello"}]
+        return await self.http.post("/v1/chat/completions", json={"model": MODEL, "messages": messages, **body})
+
+
+@asynccontextmanager
+async def stand(
+    folder: Path, write: Callable[[bytes], bytes], tokens_per_message: int = 1, **router: Any
+) -> AsyncIterator[Stand]:
+    settings = Settings(source=folder / "mesh.toml", group=GroupSettings(num_ranks=1), router=RouterSettings(**router))
+    scheduler = ScriptedScheduler(write, tokens_per_message=tokens_per_message)
+    async with shell_in(folder, settings) as shell, scheduler_at(shell.paths.socket("scheduler"), scheduler):
+        parts = build(shell, scripted_model(), WINDOW)
+        bound = bind("127.0.0.1", 0)
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        async with (
+            shell.server.running(),
+            httpx.AsyncClient(base_url=url, timeout=20) as http,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client,
+        ):
+            # A plain task: the fixture's two halves run in different ones, which a task group does not allow.
+            serving = asyncio.create_task(serve(shell, parts, bound))
+            await eventually(lambda: parts.health.served_generation is not None)
+            yield Stand(url, parts, shell, scheduler, http, client)
+            scheduler.open_gate()
+            shell.stop.set()
+            await serving
+
+
+async def eventually(holds: Callable[[], bool]) -> None:
+    """Lets everything else run until `holds`."""
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110 (many owners change what is looked at)
+            await asyncio.sleep(0)
+
+
+def alphabet(prompt: bytes) -> bytes:
+    return ALPHABET
+
+
+@pytest_asyncio.fixture
+async def at(tmp_path: Path) -> AsyncIterator[Stand]:
+    async with stand(tmp_path, alphabet) as found:
+        yield found
+
+
+def events_of(text: str) -> list[Any]:
+    """The data of each server-sent event; the framing is checked on the way."""
+    assert text.endswith("\n\n")
+    events = text.removesuffix("\n\n").split("\n\n")
+    assert all(event.startswith("data: ") and "\n" not in event for event in events)
+    return [data if data == "[DONE]" else json.loads(data) for data in (e.removeprefix("data: ") for e in events)]
+
+
+async def test_completion_in_one_piece(at: Stand) -> None:
+    body = (await at.complete(prompt="abc", max_tokens=5)).json()
+    assert body["object"] == "text_completion"
+    assert body["choices"] == [{"index": 0, "text": "ABCDE", "logprobs": None, "finish_reason": "length"}]
+    assert body["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 5,
+        "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+    assert body["system_fingerprint"].startswith("fp_")
+
+
+async def test_completions_default_is_16_tokens_and_chats_go_to_the_end(at: Stand) -> None:
+    """P2.13"""
+    body = (await at.complete(prompt="abc")).json()
+    assert body["usage"]["completion_tokens"] == 16
+    body = (await at.chat()).json()
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": ALPHABET.decode(), "refusal": None}
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["usage"]["completion_tokens"] == 27, "the end token counts, and is no text"
+
+
+@pytest.mark.parametrize("max_tokens", [WINDOW - 3, WINDOW - 2, 10**12])
+async def test_max_tokens_is_cut_at_the_window(at: Stand, max_tokens: int) -> None:
+    """P2.13"""
+    body = (await at.complete(prompt="abc", max_tokens=max_tokens, ignore_eos=True)).json()
+    assert body["usage"]["completion_tokens"] == WINDOW - 3
+    assert body["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("num", [WINDOW, WINDOW + 1, 40 * WINDOW])
+async def test_a_prompt_that_fills_the_window_is_refused(at: Stand, num: int) -> None:
+    answer = await at.complete(prompt="a" * num)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert (await at.complete(prompt=[1] * num)).json()["error"]["code"] == "context_length_exceeded"
+    assert at.scheduler.requests() == []
+
+
+async def test_chat_stream_framing(at: Stand) -> None:
+    answer = await at.chat(stream=True, max_tokens=3)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = events_of(answer.text)
+    assert events[-1] == "[DONE]"
+    choices = [event["choices"][0] for event in events[:-1]]
+    assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(choice["delta"]["content"] for choice in choices[1:-1]) == "ABC"
+    assert all(choice["delta"]["content"] for choice in choices[1:-1]), "no empty content after the role"
+    assert choices[-1]["delta"] == {}
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+    assert len({event["id"] for event in events[:-1]}) == 1
+    assert all("usage" not in event for event in events[:-1])
+
+
+async def test_usage_only_where_asked(at: Stand) -> None:
+    """P2.7"""
+    empty = events_of((await at.chat(stream=True, max_tokens=2, stream_options={})).text)
+    assert all("usage" not in event for event in empty[:-1])
+    asked = events_of((await at.chat(stream=True, max_tokens=2, stream_options={"include_usage": True})).text)
+    assert all(event["usage"] is None and event["choices"] for event in asked[:-2])
+    assert asked[-2]["choices"] == []
+    assert asked[-2]["usage"]["completion_tokens"] == 2
+    assert asked[-1] == "[DONE]"
+
+
+@pytest.mark.parametrize("tokens_per_message", [1, 2, 7])
+async def test_stop_string_over_tokens_leaks_nothing(tmp_path: Path, tokens_per_message: int) -> None:
+    """P2.1"""
+    async with stand(tmp_path, alphabet, tokens_per_message) as at:
+        answer = await at.complete(prompt="x", stop=["DEFGHIJ"], max_tokens=26, stream=True)
+        events = events_of(answer.text)
+        choices = [event["choices"][0] for event in events[:-1]]
+        assert "".join(choice["text"] for choice in choices) == "ABC"
+        assert choices[-1]["finish_reason"] == "stop"
+        await at.scheduler.until(lambda: bool(at.scheduler.finished))
+        assert at.scheduler.finished[0][1] == 10, "usage is cut to the token that completed the stop string"
+        whole = (await at.complete(prompt="x", stop="DEFGHIJ", max_tokens=26)).json()
+        assert whole["choices"][0]["text"] == "ABC"
+        assert whole["usage"]["completion_tokens"] == 10
+
+
+async def test_stop_that_never_comes_delays_nothing(at: Stand) -> None:
+    """P2.2"""
+    at.scheduler.gate_at = 3
+    body = {"model": MODEL, "prompt": "x", "stream": True, "max_tokens": 9, "stop": ["0123456789" * 4]}
+    async with at.http.stream("POST", "/v1/completions", json=body) as answer:
+        text = ""
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                piece = json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+                assert piece or text == "ABCDEFGHI"
+                text += piece
+            if text == "ABC":
+                at.scheduler.open_gate()
+    assert text == "ABCDEFGHI"
+
+
+KOREAN = "안녕하세요 세계 🙂 漢字かな " * 4
+
+
+@pytest.mark.parametrize("tokens_per_message", [1, 2, 7])
+async def test_characters_split_over_tokens(tmp_path: Path, tokens_per_message: int) -> None:
+    """P2.4, P2.6"""
+    async with stand(tmp_path, lambda prompt: KOREAN.encode(), tokens_per_message) as at:
+        whole = (await at.chat()).json()["choices"][0]["message"]["content"]
+        events = events_of((await at.chat(stream=True)).text)
+        streamed = "".join(event["choices"][0]["delta"].get("content", "") for event in events[:-1])
+        assert whole == streamed == KOREAN
+
+
+async def test_pending_bytes_are_flushed_at_the_end(at: Stand) -> None:
+    """P2.4"""
+    at.scheduler.write = lambda prompt: "é".encode()[:1]
+    body = (await at.chat()).json()
+    assert body["choices"][0]["message"]["content"] == "\ufffd"
+
+
+async def test_several_choices_of_several_prompts(tmp_path: Path) -> None:
+    """P2.14"""
+    async with stand(tmp_path, lambda prompt: prompt.upper()) as at:
+        body = (await at.complete(prompt=["a", "bc"], n=2, max_tokens=8)).json()
+        assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [
+            (0, "A"),
+            (1, "A"),
+            (2, "BC"),
+            (3, "BC"),
+        ]
+        assert body["usage"]["prompt_tokens"] == 3
+        assert body["usage"]["completion_tokens"] == 2 + 2 + 3 + 3
+        seeds = [submission.sampling.seed for submission in at.scheduler.requests()]
+        assert len(set(seeds)) == 4
+        events = events_of((await at.chat(n=3, stream=True)).text)
+        ended = [event["choices"][0]["index"] for event in events[:-1] if event["choices"][0]["finish_reason"]]
+        assert sorted(ended) == [0, 1, 2]
+
+
+async def test_seeds_are_drawn_and_kept(at: Stand) -> None:
+    """P2.30"""
+    for seed in (None, None, 7, -1):
+        await at.complete(prompt="x", max_tokens=1, seed=seed)
+    drawn = [submission.sampling.seed for submission in at.scheduler.requests()]
+    assert drawn[0] != drawn[1]
+    assert drawn[2:] == [7, 2**64 - 1]
+
+
+async def test_logprobs_of_a_chat(at: Stand) -> None:
+    """P2.9"""
+    body = (await at.chat(logprobs=True, top_logprobs=2, max_tokens=2)).json()
+    content = body["choices"][0]["logprobs"]["content"]
+    assert [item["token"] for item in content] == ["A", "B"]
+    assert content[0]["bytes"] == [65]
+    assert content[0]["logprob"] == -0.5
+    assert content[0]["top_logprobs"] == [
+        {"token": "x", "logprob": -9999.0, "bytes": [120]},
+        {"token": "y", "logprob": -9999.0, "bytes": [121]},
+    ]
+    events = events_of((await at.chat(logprobs=True, max_tokens=2, stream=True)).text)
+    parts = [event["choices"][0]["logprobs"] for event in events[:-1]]
+    assert [item["token"] for part in parts if part for item in part["content"]] == ["A", "B"]
+
+
+async def test_logprobs_of_a_completion(at: Stand) -> None:
+    body = (await at.complete(prompt="x", logprobs=1, max_tokens=3)).json()
+    assert body["choices"][0]["logprobs"] == {
+        "tokens": ["A", "B", "C"],
+        "token_logprobs": [-0.5, -0.5, -0.5],
+        "top_logprobs": [{"x": -9999.0, "A": -0.5}, {"x": -9999.0, "B": -0.5}, {"x": -9999.0, "C": -0.5}],
+        "text_offset": [0, 1, 2],
+    }
+
+
+async def test_echo(at: Stand) -> None:
+    body = (await at.complete(prompt="say ", echo=True, max_tokens=2)).json()
+    assert body["choices"][0]["text"] == "say AB"
+    events = events_of((await at.complete(prompt="say ", echo=True, max_tokens=2, stream=True)).text)
+    assert "".join(event["choices"][0]["text"] for event in events[:-1]) == "say AB"
+    refused = await at.complete(prompt="Your answer: Yes", max_tokens=0, echo=True, logprobs=1)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] in ("echo", "max_tokens")
+
+
+# What ends early.
+
+
+async def test_a_lost_generation_is_not_seen_by_the_client(at: Stand) -> None:
+    """P2.25"""
+    at.scheduler.gate_at = 4
+    asked = asyncio.ensure_future(at.complete(prompt="go", max_tokens=10, seed=5, stream=True))
+    await at.scheduler.until(lambda: len(at.scheduler.requests()) == 1)
+    await at.scheduler.until(lambda: at.router.admission.num_open_requests == 1)
+    at.scheduler.lose("rank 1: killed")
+    at.scheduler.open_gate()
+    at.scheduler.reopen()
+    events = events_of((await asked).text)
+    assert "".join(event["choices"][0]["text"] for event in events[:-1]) == "ABCDEFGHIJ"
+    first, second = at.scheduler.requests()
+    assert first.request_id != second.request_id
+    assert second.token_ids[:2] == first.token_ids
+    assert bytes(second.token_ids[2:]) == ALPHABET[: len(second.token_ids) - 2]
+    assert (second.num_prompt_tokens, second.max_output_tokens) == (2, 10)
+    assert second.sampling == first.sampling
+    await at.scheduler.until(lambda: at.router.health.served_generation == 2)
+
+
+async def test_a_restarted_scheduler_is_not_seen_by_the_client(at: Stand) -> None:
+    at.scheduler.gate_at = 2
+    asked = asyncio.ensure_future(at.chat(max_tokens=6))
+    await at.scheduler.until(lambda: len(at.scheduler.requests()) == 1)
+    at.scheduler.hang_up()
+    at.scheduler.open_gate()
+    body = (await asked).json()
+    assert body["choices"][0]["message"]["content"] == "ABCDEF"
+    assert body["usage"]["completion_tokens"] == 6
+    assert at.scheduler.num_streams == 2
+
+
+async def test_the_budget_of_a_lost_generation_ends(tmp_path: Path) -> None:
+    async with stand(tmp_path, alphabet, resubmit_budget_s=0.0) as at:
+        at.scheduler.gate_at = 2
+        asked = [asyncio.ensure_future(at.chat(stream=stream)) for stream in (True, False)]
+        await at.scheduler.until(lambda: len(at.scheduler.requests()) == 2)
+        await eventually(lambda: at.router.client.num_open == 2)
+        at.scheduler.lose("rank 0: killed")
+        streamed, whole = [await answer for answer in asked]
+        assert whole.status_code == 503
+        assert "rank 0: killed" in whole.json()["error"]["message"]
+        assert whole.headers["retry-after"]
+        if streamed.status_code == 200:
+            events = events_of(streamed.text)
+            assert "error" in events[-2]
+            assert events[-1] == "[DONE]"
+        else:
+            assert streamed.status_code == 503
+        refused = await at.chat()
+        assert refused.status_code == 503
+        assert "rank 0: killed" in refused.json()["error"]["message"]
+        ready = await at.http.get("/ready")
+        assert ready.status_code == 503
+        assert "rank 0: killed" in ready.text
+        at.scheduler.open_gate()
+        at.scheduler.reopen()
+        await eventually(lambda: at.router.health.served_generation == 2)
+        assert (await at.chat()).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_closing_the_connection_aborts(at: Stand, stream: bool) -> None:
+    """P2.17"""
+    at.scheduler.gate_at = 2
+    asked = asyncio.ensure_future(at.chat(stream=stream, n=2))
+    await at.scheduler.until(lambda: len(at.scheduler.requests()) == 2)
+    asked.cancel()
+    await at.scheduler.until(lambda: len(at.scheduler.aborted) == 2)
+    assert {*at.scheduler.aborted} == {submission.request_id for submission in at.scheduler.requests()}
+    assert at.router.client.num_open == 0
+    assert at.router.admission.num_open_requests == 0
+    assert at.router.admission.num_streams == 0
+
+
+async def test_drain_ends_with_a_word(tmp_path: Path) -> None:
+    """P5.8"""
+    async with stand(tmp_path, alphabet, drain_s=0.0) as at:
+        at.scheduler.gate_at = 2
+        asked = [asyncio.ensure_future(at.chat(stream=stream)) for stream in (True, True, False, False)]
+        await at.scheduler.until(lambda: len(at.scheduler.requests()) == 4)
+        await eventually(lambda: at.router.client.num_open == 4)
+        at.shell.stop.set()
+        answers = [await answer for answer in asked]
+        for answer in answers[:2]:
+            if answer.status_code == 200:
+                events = events_of(answer.text)
+                assert "shutting down" in events[-2]["error"]["message"]
+                assert events[-1] == "[DONE]"
+        for answer in answers[2:]:
+            assert answer.status_code == 503
+            assert "shutting down" in answer.json()["error"]["message"]
+
+
+async def test_drain_lets_open_requests_end(at: Stand) -> None:
+    at.scheduler.gate_at = 2
+    asked = asyncio.ensure_future(at.chat())
+    await at.scheduler.until(lambda: len(at.scheduler.requests()) == 1)
+    at.shell.stop.set()
+    await eventually(lambda: at.router.admission.closed_because is not None)
+    at.scheduler.open_gate()
+    assert (await asked).json()["choices"][0]["message"]["content"] == ALPHABET.decode()
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("content", [b"[]", b"null", b"123", b'"x"', b"{", b"", b"[" * 500_000 + b"]" * 500_000])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+async def test_malformed_bodies(at: Stand, path: str, content: bytes) -> None:
+    """P2.19"""
+    answer = await at.http.post(path, content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert len(answer.content) < 8192
+
+
+async def test_wrong_content_type_method_and_path(at: Stand) -> None:
+    """P2.19"""
+    for headers in ({}, {"content-type": "text/plain"}):
+        answer = await at.http.post("/v1/completions", content=b"{}", headers=headers)
+        assert answer.status_code == 415
+        assert answer.json()["error"]["message"]
+    assert (await at.http.get("/v1/completions")).status_code == 405
+    missing = await at.http.get("/v1/nothing")
+    assert missing.status_code == 404
+    assert missing.json()["error"]["type"] == "not_found_error"
+
+
+async def test_a_body_that_is_too_large(tmp_path: Path) -> None:
+    async with stand(tmp_path, alphabet, max_request_bytes=4096) as at:
+        answer = await at.complete(prompt="a" * 5_000_000)
+        assert answer.status_code == 413
+        assert answer.json()["error"]["code"] == "body_too_large"
+        assert (await at.complete(prompt="a", max_tokens=1)).status_code == 200
+
+
+async def test_many_values_are_refused_by_count(at: Stand) -> None:
+    answer = await at.http.post(
+        "/v1/completions", content=b'{"x":[' + b"1," * 600_000 + b"1]}", headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 413
+
+
+async def test_errors_never_echo_the_input(at: Stand) -> None:
+    """P2.21"""
+    parts = [{"type": "secret-thing", "text": ["secret-thing"]}] * 4000
+    answer = await at.chat(messages=[{"role": "user", "content": parts}])
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages[0].content[0]"
+    assert b"secret-thing" not in answer.content
+    assert len(answer.content) < 1024
+
+
+async def test_a_template_refuses_with_its_own_words(at: Stand) -> None:
+    """P2.24"""
+    answer = await at.chat(messages=[{"role": "tool", "content": "x"}])
+    assert answer.status_code == 400
+    assert "no tools here" in answer.json()["error"]["message"]
+
+
+async def test_unknown_fields_are_tolerated(at: Stand) -> None:
+    """P2.20"""
+    answer = await at.chat(
+        messages=[{"role": "user", "content": "x", "id": "1"}],
+        foo=1,
+        metadata={},
+        store=False,
+        parallel_tool_calls=True,
+        user="me",
+        max_tokens=1,
+    )
+    assert answer.status_code == 200
+
+
+async def test_overload_is_429(tmp_path: Path) -> None:
+    async with stand(tmp_path, alphabet, max_open_requests=1) as at:
+        at.scheduler.gate_at = 1
+        first = asyncio.ensure_future(at.chat(max_tokens=2))
+        await at.scheduler.until(lambda: len(at.scheduler.requests()) == 1)
+        second = await at.chat()
+        assert second.status_code == 429
+        assert second.headers["retry-after"]
+        assert second.json()["error"]["type"] == "rate_limit_error"
+        at.scheduler.open_gate()
+        assert (await first).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [(RejectReason.OVERLOADED, 429), (RejectReason.INVALID, 400), (RejectReason.UNAVAILABLE, 503)],
+)
+async def test_the_schedulers_refusals_keep_their_status(
+    at: Stand, reason: RejectReason, status: int, stream: bool
+) -> None:
+    at.scheduler.refuse = lambda submission: Rejected(submission.request_id, reason, "token_ids", "too many: 9 of 8")
+    answer = await at.chat(stream=stream)
+    assert answer.status_code == status
+    assert "9 of 8" in answer.json()["error"]["message"]
+
+
+async def test_a_key_where_one_is_set(tmp_path: Path) -> None:
+    async with stand(tmp_path, alphabet, api_key="sesame") as at:
+        refused = await at.chat()
+        assert refused.status_code == 401
+        assert refused.json()["error"]["code"] == "invalid_api_key"
+        answer = await at.http.get("/v1/models", headers={"authorization": "Bearer sesame"})
+        assert answer.status_code == 200
+        assert (await at.http.get("/health")).status_code in (200, 503)
+
+
+async def test_equal_client_ids_are_served_both(at: Stand) -> None:
+    """P2.15"""
+    headers = {"x-request-id": "mine"}
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    answers = await asyncio.gather(
+        *(at.http.post("/v1/chat/completions", json=body, headers=headers) for _ in range(2))
+    )
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert [answer.headers["x-request-id"] for answer in answers] == ["mine", "mine"]
+    assert len({answer.json()["id"] for answer in answers}) == 2
+
+
+# Around generation.
+
+
+async def test_models_version_and_text(at: Stand) -> None:
+    models = (await at.http.get("/v1/models")).json()
+    assert models["data"][0]["id"] == MODEL
+    assert models["data"][0]["max_model_len"] == WINDOW
+    assert (await at.http.get(f"/v1/models/{MODEL}")).status_code == 200
+    assert (await at.http.get("/v1/models/other/one")).status_code == 404
+    assert (await at.http.get("/version")).json()["version"]
+    tokens = (await at.http.post("/tokenize", json={"prompt": "é!"})).json()
+    assert tokens["tokens"] == [0xC3, 0xA9, 0x21]
+    assert (await at.http.post("/detokenize", json={"tokens": tokens["tokens"]})).json() == {"prompt": "é!"}
+    chat = (await at.http.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]})).json()
+    assert chat["tokens"][0] == 256
+    wrong = await at.http.post("/detokenize", json={"tokens": [1, 10**9]})
+    assert wrong.json()["error"]["param"] == "tokens[1]"
+    assert (await at.complete(prompt="x", model="other")).status_code == 404
+
+
+async def test_metrics_never_fail(at: Stand) -> None:
+    """P5.14"""
+    await at.complete(prompt="abc", max_tokens=5)
+    page = await at.http.get("/metrics")
+    assert page.status_code == 200
+    assert 'flipmesh_router_output_tokens_total{service="router"} 5.0' in page.text
+    assert 'flipmesh_router_requests_total{endpoint="completions",outcome="ok",service="router"} 1.0' in page.text
+    assert 'flipmesh_router_time_to_first_token_seconds_count{endpoint="completions",service="router"} 1.0' in page.text
+
+
+async def test_the_official_client(at: Stand) -> None:
+    answer = await at.openai.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "x"}], logprobs=True, top_logprobs=1, n=2
+    )
+    assert [choice.message.content for choice in answer.choices] == [ALPHABET.decode()] * 2
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 3
+    chunks = [
+        chunk
+        async for chunk in await at.openai.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "x"}],
+            stream=True,
+            stream_options={"include_usage": True},
+            stop=["F"],
+        )
+    ]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == "ABCDE"
+    assert chunks[-1].usage is not None
+    assert [choice.finish_reason for chunk in chunks for choice in chunk.choices][-1] == "stop"
+    completion = await at.openai.completions.create(model=MODEL, prompt=[[1, 2]], max_tokens=3, logprobs=0, echo=False)
+    assert completion.choices[0].text == "ABC"
+    with pytest.raises(openai.BadRequestError) as refused:
+        await at.openai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}], temperature=3)
+    assert refused.value.param == "temperature"
+    at.scheduler.gate_at = 2
+    stream = await at.openai.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "x"}], stream=True
+    )
+    at.router.client.close("the end")
+    with pytest.raises(openai.APIError, match="the end"):
+        async for _ in stream:
+            pass
