@@ -88,6 +88,6 @@ class PoolCensus:
         return not self.unaccounted and self.num_free + self.num_cached + self.num_referenced == self.num_total
 
 
-def block_bytes(num_layers: int, num_kv_heads: int, head_dim: int, element_bytes: int) -> int:
+def kv_block_bytes(num_layers: int, num_kv_heads: int, head_dim: int, element_bytes: int) -> int:
     """Bytes of keys and values of one block over all layers, whichever way ranks share it."""
     return 2 * BLOCK_SLOTS * num_layers * num_kv_heads * head_dim * element_bytes

@@ -67,6 +67,7 @@ class Batcher:
         self._composer = StepComposer(limits, self._residents, self._queue, self._tables, self.tally)
         self._open: dict[RequestId, Request] = {}
         self._in_flight: dict[Sequence, StepDraft] = {}
+        self._last_committed: Sequence | None = None
         self._events: list[RequestEvent] = []
         self._num_arrived = 0
         self._is_frozen = False
@@ -132,7 +133,7 @@ class Batcher:
             row_start=plan.row_start,
             row_num_tokens=plan.row_num_tokens,
             sampled_row=plan.sampled_row,
-            tokens_through=draft.tokens_through,
+            tokens_through=self._through(draft.tokens_through),
         )
 
     def take_events(self) -> list[RequestEvent]:
@@ -153,6 +154,8 @@ class Batcher:
                 f"step {sequence}: {awaited} awaited, {len(sampled.token_ids)} reported: end the generation"
             )
         rows, draft.sampled = draft.sampled, []
+        if rows:
+            self._last_committed = sequence
         logprobs = dict(sampled.logprobs)
         events: list[RequestEvent] = []
         for place, row in enumerate(rows):
@@ -243,6 +246,11 @@ class Batcher:
     def flush_prefix_cache(self) -> int:
         """Gives back every cached block that no request holds and returns their number; none while frozen."""
         return 0 if self._is_frozen else self._tables.tree.flush()
+
+    def _through(self, needed: Sequence | None) -> Sequence | None:
+        """At least the newest committed step, so that ranks keep no more unread ids than steps are in flight."""
+        known = [sequence for sequence in (needed, self._last_committed) if sequence is not None]
+        return max(known, default=None)
 
     def _rejection(self, submission: Submission) -> Rejected | None:
         if submission.request_id in self._open:

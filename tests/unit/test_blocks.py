@@ -1,6 +1,6 @@
 import pytest
 
-from services.core.blocks import BlockPool, PoolCensus, block_bytes, block_runs
+from services.core.blocks import BlockPool, PoolCensus, block_runs, kv_block_bytes
 from services.core.ids import BlockId
 
 
@@ -51,4 +51,4 @@ def test_a_census_is_sound_only_if_it_adds_up() -> None:
 
 def test_bytes_of_a_block() -> None:
     # Keys and values, 16 slots, 30 layers, 3 heads of 64 float32 elements.
-    assert block_bytes(num_layers=30, num_kv_heads=3, head_dim=64, element_bytes=4) == 2 * 16 * 30 * 3 * 64 * 4
+    assert kv_block_bytes(num_layers=30, num_kv_heads=3, head_dim=64, element_bytes=4) == 2 * 16 * 30 * 3 * 64 * 4

@@ -130,3 +130,12 @@ def test_a_place_is_released_before_it_is_taken_again() -> None:
     bench.run()
     assert bench.plans[2].released == [0] and bench.indexes("b") == [0]
     assert bench.issue() is None, "a release alone is no step"
+
+
+def test_ranks_never_keep_more_unread_steps_than_are_in_flight() -> None:
+    """Requests of one token read nothing that was sampled; what is committed is applied all the same."""
+    bench = Bench(limits_of(), layout_of(LayoutKind.TP))
+    for number in range(100):
+        bench.submit(f"r{number}", [number, 1, 2], 1)
+        bench.step()
+        assert len({sequence for sequence, *_ in bench.rank.board}) <= 2

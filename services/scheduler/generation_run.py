@@ -1,0 +1,220 @@
+"""One generation at work: writes the log to every rank, hears their answers, commits, and issues the next steps.
+
+Every entry is serialised once and the same bytes go to each rank. It decides nothing: the batcher does; nor does it
+survive anything: whatever a rank does wrong, or does not do in time, ends it as `GenerationLostError`. Event
+driven: with nothing to compute nothing runs.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from collections.abc import Sequence as Items
+
+import anyio
+from flipmesh.worker.v1 import worker_service_pb2 as pb
+
+from services.core.ids import Epoch, Generation, LayoutKind, RequestId, Sequence
+from services.core.log_follower import FIRST_EPOCH
+from services.core.request import RequestEvent, Submission
+from services.core.step import Entry, LogEntry, ResetEntry, StepPlan
+from services.mesh.codec.common import CodecError
+from services.mesh.codec.worker import entry_to_proto, report_from_proto
+from services.mesh.fence import EpochFence
+from services.mesh.settings import DeadlineSettings
+from services.scheduler.batcher import Batcher, ResultError
+from services.scheduler.rank_stream import RankLostError, RankStream
+from services.scheduler.sizing import GroupSize
+from services.scheduler.step_ledger import LogBrokenError, StepLedger, StepRecord
+
+NS_PER_S = 1_000_000_000
+
+Deliver = Callable[[list[RequestEvent]], None]
+
+
+class GenerationLostError(Exception):
+    """The generation is over; the message names the ranks and the sequence, and what they did or did not do."""
+
+
+class GenerationRun:
+    """The log of one generation, from RESET to its loss or the end of the process."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        kind: LayoutKind,
+        size: GroupSize,
+        streams: Items[RankStream],
+        deadlines: DeadlineSettings,
+        deliver: Deliver,
+        on_finished: Callable[[StepRecord], None],
+    ) -> None:
+        layout = size.layouts[kind]
+        self.batcher = Batcher(size.limits, layout)
+        self.ledger = StepLedger(layout.num_ranks, layout.sampling_rank)
+        self.fence = EpochFence(generation, FIRST_EPOCH)
+        self.kind = kind
+        self._streams, self._deadlines = streams, deadlines
+        self._deliver, self._on_finished = deliver, on_finished
+        self._sequence = Sequence(0)
+        self._has_steps = asyncio.Event()
+        self._is_open = False
+        self._will_pump = False
+
+    @property
+    def generation(self) -> Generation:
+        """This run's number."""
+        return self.fence.generation
+
+    @property
+    def epoch(self) -> Epoch:
+        """The layout's version now."""
+        return self.fence.epoch
+
+    async def run(self, on_open: Callable[[], Awaitable[None]]) -> None:
+        """Opens the log, calls `on_open` once every rank is ready, and serves until cancelled.
+
+        Raises:
+            GenerationLostError: always, unless cancelled; the streams are closed then as well.
+        """
+        reasons: list[str] = []
+        try:
+            async with anyio.create_task_group() as tasks:
+                for stream in self._streams:
+                    tasks.start_soon(stream.write_all)
+                await self._open()
+                await on_open()
+                for stream in self._streams:
+                    tasks.start_soon(self._listen, stream)
+                tasks.start_soon(self._watch)
+        except* (GenerationLostError, RankLostError, LogBrokenError, ResultError, CodecError) as group:
+            reasons = [str(error) for error in _leaves(group)]
+        finally:
+            self._is_open = False
+            for stream in self._streams:
+                stream.close()
+        raise GenerationLostError("; ".join(reasons))
+
+    # Requests: events go to `deliver`.
+
+    def submit(self, submission: Submission) -> None:
+        """Takes a request, or tells why not."""
+        self._deliver(self.batcher.submit(submission, time.monotonic_ns()))
+        self._pump_soon()
+
+    def abort(self, request_id: RequestId) -> None:
+        """Ends a request for its client."""
+        self._deliver(self.batcher.abort(request_id))
+        self._pump_soon()
+
+    def finish(self, request_id: RequestId, num_output_tokens: int) -> None:
+        """Ends a request where the router matched a stop string."""
+        self._deliver(self.batcher.finish(request_id, num_output_tokens))
+        self._pump_soon()
+
+    # The log.
+
+    async def _open(self) -> None:
+        limits = self.batcher.limits
+        self._append(
+            ResetEntry(self.kind, limits.num_blocks, limits.max_resident_requests, limits.context_tokens),
+        )
+        ready: list[pb.WorkerReady] = []
+        with anyio.move_on_after(self._deadlines.boot_s):
+            for stream in self._streams:
+                ready.append(self._checked(stream, await stream.read()))
+        if len(ready) < len(self._streams):
+            late = self._streams[len(ready)].rank
+            raise GenerationLostError(
+                f"rank {late} did not answer RESET within {self._deadlines.boot_s:g} s; see its log"
+            )
+        digests = {f"rank {message.rank}: {message.model_digest}" for message in ready}
+        if len({message.model_digest for message in ready}) > 1:
+            raise GenerationLostError(f"the ranks hold different models ({', '.join(sorted(digests))}): use one file")
+        self._is_open = True
+
+    def _checked(self, stream: RankStream, answer: pb.ExecuteStepsResponse) -> pb.WorkerReady:
+        ready, limits = answer.ready, self.batcher.limits
+        if not answer.HasField("ready"):
+            raise GenerationLostError(
+                f"rank {stream.rank} answers RESET with {answer.WhichOneof('message')}, not ready"
+            )
+        self._admit(stream, ready.fence.generation, ready.fence.epoch)
+        if ready.rank != stream.rank:
+            raise GenerationLostError(
+                f"rank {stream.rank}'s socket is served by rank {ready.rank}: check the ranks' start"
+            )
+        if ready.num_blocks < limits.num_blocks:
+            raise GenerationLostError(
+                f"rank {ready.rank} holds {ready.num_blocks} blocks, the allocator issues {limits.num_blocks}: "
+                "lower pool.num_blocks"
+            )
+        return ready
+
+    def _append(self, entry: Entry) -> None:
+        self._sequence = Sequence(self._sequence + 1)
+        message = entry_to_proto(LogEntry(self.generation, self.epoch, self._sequence, entry)).SerializeToString()
+        for stream in self._streams:
+            stream.put(message)
+
+    def _pump_soon(self) -> None:
+        """With the loop's next turn, so that requests that come together start together."""
+        if not self._will_pump:
+            self._will_pump = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._will_pump = False
+        if not self._is_open:
+            return
+        while (plan := self.batcher.next_step(Sequence(self._sequence + 1))) is not None:
+            self._issue(plan)
+        self._deliver(self.batcher.take_events())
+
+    def _issue(self, plan: StepPlan) -> None:
+        self._append(plan)
+        self.ledger.issue(self._sequence, plan, time.monotonic_ns())
+        self._has_steps.set()
+
+    # Answers.
+
+    async def _listen(self, stream: RankStream) -> None:
+        while True:
+            answer = await stream.read()
+            if not answer.HasField("reports"):
+                raise GenerationLostError(f"rank {stream.rank} sent {answer.WhichOneof('message')}, reports expected")
+            self._admit(stream, answer.reports.fence.generation, answer.reports.fence.epoch)
+            for report in answer.reports.reports:
+                self._hear(stream, report)
+            self._pump()
+
+    def _hear(self, stream: RankStream, message: pb.StepReport) -> None:
+        heard = self.ledger.hear(stream.rank, report_from_proto(message), time.monotonic_ns())
+        if heard.tokens is not None:
+            self._deliver(self.batcher.on_tokens(heard.sequence, heard.tokens))
+        if heard.is_acknowledged:
+            self.batcher.on_acknowledged(heard.sequence)
+            self._on_finished(self.ledger.records[-1])
+
+    def _admit(self, stream: RankStream, generation: int, epoch: int) -> None:
+        refusal = self.fence.admit(Generation(generation), Epoch(epoch), f"rank {stream.rank}")
+        if refusal is not None:
+            raise GenerationLostError(refusal)
+
+    async def _watch(self) -> None:
+        """Ends the generation when a step is unanswered for too long; asleep while none is."""
+        limit_ns = int(self._deadlines.step_s * NS_PER_S)
+        while True:
+            oldest_ns = self.ledger.oldest_issued_ns
+            if oldest_ns is None:
+                self._has_steps.clear()
+                await self._has_steps.wait()
+                continue
+            if (reason := self.ledger.overdue(time.monotonic_ns(), limit_ns)) is not None:
+                raise GenerationLostError(reason)
+            await anyio.sleep(max(0, oldest_ns + limit_ns - time.monotonic_ns()) / NS_PER_S)
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for part in error.exceptions for leaf in _leaves(part)]
+    return [error]

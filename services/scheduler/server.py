@@ -1,0 +1,88 @@
+"""The scheduler's service: one stream for each router, and flips by hand.
+
+A stream that ends, whichever way, takes its requests with it. Never holds up the loop: what a router is slow to read
+waits in its session's bounded outbox.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import anyio
+import grpc
+import grpc.aio
+from flipmesh.common.v1 import layout_pb2
+from flipmesh.scheduler.v1 import scheduler_service_pb2 as pb
+from flipmesh.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceServicer
+
+from services.mesh.codec.common import layout_to_proto
+from services.mesh.codec.scheduler import submission_from_proto
+from services.scheduler.loop import GroupLoop
+from services.scheduler.sessions import Session
+
+ServeContext = grpc.aio.ServicerContext[pb.ServeRequestsRequest, pb.ServeRequestsResponse]
+FlipContext = grpc.aio.ServicerContext[pb.RequestFlipRequest, pb.RequestFlipResponse]
+
+
+class SchedulerServer(SchedulerServiceServicer):
+    """Serves routers for one group."""
+
+    def __init__(self, loop: GroupLoop) -> None:
+        self._loop = loop
+
+    # Writes through the context, which may be given up at any time; the stubs only know of generators.
+    async def ServeRequests(  # type: ignore[override]  # noqa: N802 (the proto's name)
+        self, request_iterator: AsyncIterator[pb.ServeRequestsRequest], context: ServeContext
+    ) -> None:
+        """All requests of one router, until its stream ends or it is cut."""
+        session = self._loop.open_session()
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._read, request_iterator, session)
+                tasks.start_soon(self._write, session, context)
+                await session.ended.wait()
+                tasks.cancel_scope.cancel()
+        finally:
+            self._loop.close_session(session)
+        if session.cut_reason is not None:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, session.cut_reason)
+
+    async def RequestFlip(  # noqa: N802 (the proto's name)
+        self, request: pb.RequestFlipRequest, context: FlipContext
+    ) -> pb.RequestFlipResponse:
+        """Refused, with the layout as it is."""
+        response = pb.RequestFlipResponse(
+            outcome=pb.FLIP_OUTCOME_REFUSED, reason="flips are not armed in this version: set group.layout and restart"
+        )
+        run = self._loop.run
+        if run is not None:
+            response.layout = layout_to_proto(run.kind)
+            response.fence.CopyFrom(layout_pb2.Fence(generation=run.generation, epoch=run.epoch))
+        return response
+
+    async def _read(self, requests: AsyncIterator[pb.ServeRequestsRequest], session: Session) -> None:
+        try:
+            async for message in requests:
+                self._take(message, session)
+        finally:
+            session.ended.set()
+
+    def _take(self, message: pb.ServeRequestsRequest, session: Session) -> None:
+        match message.WhichOneof("message"):
+            case "submit":
+                self._loop.submit(session, submission_from_proto(message.submit))
+            case "abort":
+                self._loop.abort(session, message.abort.request_id)
+            case "finish":
+                self._loop.finish(session, message.finish.request_id, message.finish.num_output_tokens)
+            case None:
+                session.cut("message: a submit, abort or finish expected, the router's message is empty")
+
+    async def _write(self, session: Session, context: ServeContext) -> None:
+        try:
+            while True:
+                await session.wake.wait()
+                for response in session.take():
+                    await context.write(response)
+        except (grpc.aio.BaseError, asyncio.InvalidStateError):
+            # The router has gone in the middle of a message; its side of the stream ends as well.
+            session.ended.set()

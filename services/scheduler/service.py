@@ -1,0 +1,75 @@
+"""The scheduler's life: sizes the group from its settings and its model, serves routers, outlives them at the end."""
+
+import anyio
+import anyio.to_thread
+from flipmesh.scheduler.v1 import scheduler_service_pb2
+from flipmesh.scheduler.v1.scheduler_service_pb2_grpc import add_SchedulerServiceServicer_to_server
+
+from services.core.geometry import ModelGeometry
+from services.mesh.limits import SHUTDOWN_GRACE_S
+from services.mesh.model_files import open_model
+from services.mesh.settings import Settings
+from services.mesh.shell import Shell
+from services.scheduler.generation_mint import GenerationMint
+from services.scheduler.joining import WorkerFinder
+from services.scheduler.loop import GroupLoop
+from services.scheduler.meters import Meters
+from services.scheduler.server import SchedulerServer
+from services.scheduler.sessions import Sessions
+from services.scheduler.sizing import GroupSize, free_memory_bytes, size_group
+
+OUTLIVE_ROUTERS_S = SHUTDOWN_GRACE_S - 0.3
+"""How long, from the first signal, routers may take to leave: they drain, and the ranks work for them meanwhile."""
+
+
+async def serve(shell: Shell) -> None:
+    """Runs the group until told to stop, then as long as routers still drain."""
+    size = await _size(shell)
+    loop = make_loop(shell, size)
+    shell.introspection.report(loop.fill_status)
+    descriptor = scheduler_service_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
+    shell.server.add(add_SchedulerServiceServicer_to_server, SchedulerServer(loop), descriptor)
+    async with shell.server.running(is_serving=False), anyio.create_task_group() as tasks:
+        tasks.start_soon(loop.serve)
+        await shell.stop.wait()
+        with anyio.move_on_after(OUTLIVE_ROUTERS_S):
+            await loop.sessions.is_empty.wait()
+        loop.sessions.cut_all("the scheduler ends: submit again to its successor")
+        tasks.cancel_scope.cancel()
+
+
+def make_loop(shell: Shell, size: GroupSize) -> GroupLoop:
+    """The group's loop of this process, with nothing running yet."""
+    settings = shell.settings
+    return GroupLoop(
+        size=size,
+        kind=settings.group.layout,
+        finder=WorkerFinder(shell.peers, settings.group.num_ranks, settings.deadlines.rpc_s),
+        mint=GenerationMint(shell.paths.root / "generation"),
+        deadlines=settings.deadlines,
+        progress=shell.progress,
+        meters=Meters(shell.metrics),
+        log=shell.log,
+        set_serving=shell.server.set_serving,
+        sessions=Sessions(),
+    )
+
+
+async def _size(shell: Shell) -> GroupSize:
+    with shell.progress.working("reading the model's geometry", shell.settings.deadlines.boot_s):
+        geometry = await anyio.to_thread.run_sync(_geometry, shell.settings)
+    size = size_group(shell.settings, geometry, free_memory_bytes())
+    shell.log.info(
+        "sized",
+        num_blocks=size.limits.num_blocks,
+        kv_bytes=size.limits.num_blocks * size.block_bytes,
+        context_tokens=size.limits.context_tokens,
+        asked_context_tokens=size.limits.max_context_tokens,
+        resident_requests=size.limits.max_resident_requests,
+        reason=size.reason,
+    )
+    return size
+
+
+def _geometry(settings: Settings) -> ModelGeometry:
+    return open_model(settings.model.path or settings.model.name).geometry
