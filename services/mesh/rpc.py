@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterable, Generator
+from collections.abc import Generator
 from typing import Any, Protocol, TypeVar
 
 import anyio.lowlevel
@@ -126,15 +126,6 @@ def stream_of_bytes(
 
 def _as_it_is(message: bytes) -> bytes:
     return message
-
-
-async def end_of(messages: AsyncIterable[Response], what: str) -> None:
-    """Reads a stream to its end and drops what comes; an error of the stream comes out in the closed set."""
-    try:
-        async for _ in messages:
-            pass
-    except grpc.aio.AioRpcError as error:
-        raise translate(error, what) from error
 
 
 class Peers:
