@@ -107,14 +107,16 @@ class GgufArray:
 
     def numbers(self) -> tuple[float, ...]:
         """The elements of an array of numbers or booleans; whole ones are `int`."""
+        if not self.count:
+            return ()
         letter = _SCALAR_CODES.get(self.element_code)
         if letter is None:
             raise ModelFileError(f"{self.file_name}: {self.key} is not an array of numbers")
         return struct.unpack_from(f"<{self.count}{letter}", self.encoded)
 
     def texts(self) -> list[str]:
-        """The elements of an array of strings."""
-        if self.element_code != _STRING:
+        """The elements of an array of strings; an empty array is one of any type."""
+        if self.count and self.element_code != _STRING:
             raise ModelFileError(f"{self.file_name}: {self.key} is not an array of strings")
         raw, texts, position = bytes(self.encoded), [], 0
         for index in range(self.count):
