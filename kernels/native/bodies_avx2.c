@@ -3,3 +3,7 @@
 #define PATH(name) name##_avx2
 #include "attention_body.h"
 #include "elementwise_body.h"
+
+// Sampling draws the same ids on every instruction set: no multiplication is fused with an addition.
+#pragma GCC optimize("fp-contract=off")
+#include "sampling_body.h"
