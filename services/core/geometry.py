@@ -275,6 +275,7 @@ def _refuse_config_options(config: _Config) -> None:
         "attention_bias": False,
         "mlp_bias": False,
         "partial_rotary_factor": 1.0,
+        "rope_interleaved": False,
         "quantization_config": None,
     }
     for key, expected in only.items():
@@ -285,6 +286,10 @@ def _refuse_config_options(config: _Config) -> None:
 
 
 def _config_rope_divisors(scaling: _Config, theta: float, head_dim: int) -> tuple[float, ...]:
+    if scaling.get("partial_rotary_factor", float) not in (None, 1.0):
+        raise ModelFileError(
+            f"{scaling.source}: partial_rotary_factor is not 1: rotating part of a head is not supported"
+        )
     kind = scaling.get("rope_type", str) or scaling.get("type", str) or "default"
     if kind == "default":
         return (1.0,) * (head_dim // 2)
