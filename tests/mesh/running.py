@@ -67,6 +67,10 @@ class Running:
         assert time.monotonic() < deadline_s, "still writing:\n" + "\n".join(self.seen)
         return self.seen
 
+    def pump(self, timeout_s: float) -> None:
+        """Takes in what is written within `timeout_s`, so that the writer never blocks."""
+        self._more(time.monotonic() + timeout_s)
+
     def code(self, timeout_s: float = WAIT_S) -> int:
         return self.process.wait(timeout_s)
 
