@@ -2,79 +2,20 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import pytest_asyncio
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from services.core.request import Rejected, RejectReason
-from services.mesh.settings import GroupSettings, RouterSettings, Settings
-from services.mesh.shell import Shell
-from services.router.http_server import bind
-from services.router.service import Router, build, serve
-from tests.unit.scripted_scheduler import MODEL, WINDOW, ScriptedScheduler, scheduler_at, scripted_model, shell_in
-
-ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
-
-@dataclass
-class Stand:
-    """A router in this process, its scheduler, and a client of each kind."""
-
-    url: str
-    router: Router
-    shell: Shell
-    scheduler: ScriptedScheduler
-    http: httpx.AsyncClient
-    openai: openai.AsyncOpenAI
-
-    async def complete(self, **body: Any) -> httpx.Response:
-        return await self.http.post("/v1/completions", json={"model": MODEL, **body})
-
-    async def chat(self, **body: Any) -> httpx.Response:
-        messages = [{"role": "user", "content": "hello"}]
-        return await self.http.post("/v1/chat/completions", json={"model": MODEL, "messages": messages, **body})
-
-
-@asynccontextmanager
-async def stand(
-    folder: Path, write: Callable[[bytes], bytes], tokens_per_message: int = 1, **router: Any
-) -> AsyncIterator[Stand]:
-    settings = Settings(source=folder / "mesh.toml", group=GroupSettings(num_ranks=1), router=RouterSettings(**router))
-    scheduler = ScriptedScheduler(write, tokens_per_message=tokens_per_message)
-    async with shell_in(folder, settings) as shell, scheduler_at(shell.paths.socket("scheduler"), scheduler):
-        parts = build(shell, scripted_model(), WINDOW)
-        bound = bind("127.0.0.1", 0)
-        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-        async with (
-            shell.server.running(),
-            httpx.AsyncClient(base_url=url, timeout=20) as http,
-            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client,
-        ):
-            # A plain task: the fixture's two halves run in different ones, which a task group does not allow.
-            serving = asyncio.create_task(serve(shell, parts, bound))
-            await eventually(lambda: parts.health.served_generation is not None)
-            yield Stand(url, parts, shell, scheduler, http, client)
-            scheduler.open_gate()
-            shell.stop.set()
-            await serving
-
-
-async def eventually(holds: Callable[[], bool]) -> None:
-    """Lets everything else run until `holds`."""
-    async with asyncio.timeout(10):
-        while not holds():  # noqa: ASYNC110 (many owners change what is looked at)
-            await asyncio.sleep(0)
-
-
-def alphabet(prompt: bytes) -> bytes:
-    return ALPHABET
+from tests.unit.router_stand import ALPHABET, Stand, alphabet, eventually, stand
+from tests.unit.scripted_scheduler import MODEL, WINDOW
 
 
 @pytest_asyncio.fixture
@@ -565,3 +506,90 @@ async def test_the_official_client(at: Stand) -> None:
     with pytest.raises(openai.APIError, match="the end"):
         async for _ in stream:
             pass
+
+
+async def test_a_client_that_does_not_read_holds_up_nobody(at: Stand) -> None:
+    """What it has not taken waits coalesced in its choices, and is all there in the end."""
+    body = {"model": MODEL, "prompt": "x", "n": 16, "stream": True, "max_tokens": 480, "ignore_eos": True}
+    async with at.http.stream("POST", "/v1/completions", json=body) as slow:
+        await eventually(lambda: len(at.scheduler.requests()) == 16)
+        others = [(await at.complete(prompt="x", max_tokens=4)).json() for _ in range(3)]
+        assert [other["choices"][0]["text"] for other in others] == ["ABCD"] * 3
+        await eventually(lambda: at.router.client.num_open == 0)
+        events = events_of((await slow.aread()).decode())
+    texts = dict.fromkeys(range(16), "")
+    for event in events[:-1]:
+        texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    # The end token, every 27th, is no text.
+    assert {len(text) for text in texts.values()} == {480 - 480 // 27}
+    assert len(set(texts.values())) == 1
+
+
+async def test_a_huge_prompt_does_not_stop_the_loop(tmp_path: Path) -> None:
+    """P5.15"""
+    async with stand(tmp_path, alphabet, max_request_bytes=30_000_000) as at:
+        gaps: list[float] = []
+
+        async def watch() -> None:
+            loop = asyncio.get_running_loop()
+            last_s = loop.time()
+            while True:
+                await asyncio.sleep(0)
+                now_s = loop.time()
+                gaps.append(now_s - last_s)
+                last_s = now_s
+
+        content = json.dumps({"prompt": "word " * 5_400_000}).encode()
+        watching = asyncio.create_task(watch())
+        answer = await at.http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+        watching.cancel()
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert max(gaps) < 0.25
+
+
+async def test_spans_follow_the_gen_ai_conventions(tmp_path: Path) -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    async with stand(tmp_path, alphabet, tracer=provider.get_tracer("test")) as at:
+        parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+        await at.http.post("/v1/chat/completions", json=body, headers={"traceparent": parent})
+        await at.chat(model="other")
+    served, refused = exporter.get_finished_spans()
+    assert served.name == f"chat {MODEL}"
+    assert served.attributes is not None
+    assert served.attributes["gen_ai.request.model"] == MODEL
+    assert served.attributes["gen_ai.usage.output_tokens"] == 4
+    assert served.attributes["gen_ai.response.finish_reasons"] == ("length",)
+    assert [event.name for event in served.events] == ["gen_ai.first_token"]
+    assert f"{served.get_span_context().trace_id:032x}" == "0af7651916cd43dd8448eb211c80319c"
+    assert not refused.status.is_ok
+    provider.shutdown()
+
+
+async def test_ready_needs_a_generation_in_each_generation(at: Stand) -> None:
+    at.scheduler.gate_at = 0
+    at.scheduler.lose("rank 0: killed")
+    await eventually(lambda: at.router.client.group is None)
+    at.scheduler.reopen()
+    await at.scheduler.until(lambda: sum(s.request_id.startswith("probe") for s in at.scheduler.submitted) == 2)
+    verdict = at.router.health.readiness()
+    assert any("generation 2 has not generated yet" in reason for reason in verdict.reasons)
+    at.scheduler.open_gate()
+    await eventually(lambda: at.router.health.served_generation == 2)
+    assert not any("generat" in reason for reason in at.router.health.readiness().reasons)
+
+
+async def test_a_failing_probe_is_tried_again(tmp_path: Path) -> None:
+    async with stand(tmp_path, alphabet) as at:
+        at.scheduler.refuse = lambda submission: Rejected(
+            submission.request_id, RejectReason.UNAVAILABLE, "", "not yet"
+        )
+        at.scheduler.lose("rank 0: killed")
+        at.scheduler.reopen()
+        await at.scheduler.until(lambda: sum(s.request_id.startswith("probe") for s in at.scheduler.submitted) >= 2)
+        assert at.router.health.served_generation == 1
+        at.scheduler.refuse = lambda submission: None
+        await eventually(lambda: at.router.health.served_generation == 2)
