@@ -1,0 +1,113 @@
+"""What the scheduler begins with: sizes from the settings and the model, generations that only grow."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from services.core.geometry import Architecture, ModelGeometry, RopePairing
+from services.core.ids import LayoutKind
+from services.mesh.errors import ConfigurationError
+from services.mesh.settings import GroupSettings, ModelSettings, PoolSettings, SchedulerSettings, Settings
+from services.scheduler.generation_mint import GenerationMint
+from services.scheduler.sizing import FLOAT_BYTES, free_memory_bytes, parity_tokens, size_group
+
+GEOMETRY = ModelGeometry(
+    architecture=Architecture.LLAMA,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    hidden_size=576,
+    ffn_size=1536,
+    vocab_size=49152,
+    max_context_tokens=8192,
+    rope_theta=100000.0,
+    rope_pairing=RopePairing.INTERLEAVED,
+    rope_divisors=(1.0,) * 32,
+    norm_epsilon=1e-5,
+    tied_embeddings=True,
+)
+BLOCK_BYTES = 2 * 16 * 30 * 3 * 64 * FLOAT_BYTES
+
+
+def settings_of(**tables: object) -> Settings:
+    return replace(Settings(source=Path("mesh.toml")), **tables)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("pool", "free_bytes", "num_blocks", "reason"),
+    [
+        (PoolSettings(num_blocks=100), 0, 100, "pool.num_blocks"),
+        (PoolSettings(kv_bytes=10 * BLOCK_BYTES + 1), 0, 10, "pool.kv_bytes"),
+        (PoolSettings(), 40 * BLOCK_BYTES, 10, f"25% of {40 * BLOCK_BYTES} free bytes"),
+        (PoolSettings(), 10**15, 64 * 512, f"25% of {10**15} free bytes"),
+        (PoolSettings(num_blocks=100, max_total_tokens=330), 0, 20, "pool.max_total_tokens"),
+        (PoolSettings(num_blocks=100, max_total_tokens=1600), 0, 100, "pool.num_blocks"),
+    ],
+)
+def test_the_pools_size_and_where_it_comes_from(
+    pool: PoolSettings, free_bytes: int, num_blocks: int, reason: str
+) -> None:
+    size = size_group(settings_of(pool=pool), GEOMETRY, free_bytes)
+    assert (size.limits.num_blocks, size.reason, size.block_bytes) == (num_blocks, reason, BLOCK_BYTES)
+
+
+def test_a_pool_that_holds_nothing_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=f"1 blocks of {BLOCK_BYTES} bytes .* at least 2"):
+        size_group(settings_of(), GEOMETRY, free_bytes=4 * BLOCK_BYTES)
+
+
+def test_the_window_is_the_models_or_what_is_asked_for() -> None:
+    pool = PoolSettings(num_blocks=600)
+    assert size_group(settings_of(pool=pool), GEOMETRY, 0).limits.context_tokens == 8192
+    asked = settings_of(pool=pool, model=ModelSettings(context_tokens=1000))
+    assert size_group(asked, GEOMETRY, 0).limits.context_tokens == 1000
+    small = settings_of(pool=PoolSettings(num_blocks=10))
+    assert size_group(small, GEOMETRY, 0).limits.context_tokens == 160
+    with pytest.raises(ConfigurationError, match="9000 is above the 8192 tokens"):
+        size_group(settings_of(model=ModelSettings(context_tokens=9000)), GEOMETRY, 0)
+
+
+def test_settings_become_limits() -> None:
+    scheduler = SchedulerSettings(
+        max_resident_requests=5, max_queued_requests=6, chunk_tokens=7, max_batch_rows=8, steps_ahead=3
+    )
+    limits = size_group(settings_of(scheduler=scheduler, pool=PoolSettings(num_blocks=600)), GEOMETRY, 0).limits
+    assert (limits.max_resident_requests, limits.max_queued_requests) == (5, 6)
+    assert (limits.chunk_tokens, limits.max_batch_tokens, limits.steps_ahead) == (7, 8, 3)
+    assert limits.num_vocab == 49152
+
+
+def test_parity_is_where_attention_costs_what_the_matrices_do() -> None:
+    products = 576 * (576 + 192 + 192 + 576) + 3 * 576 * 1536
+    assert parity_tokens(GEOMETRY) == products // (2 * 576)
+
+
+def test_layouts_have_the_groups_ranks() -> None:
+    size = size_group(settings_of(group=GroupSettings(num_ranks=3), pool=PoolSettings(num_blocks=600)), GEOMETRY, 0)
+    assert size.layouts[LayoutKind.PP].num_stages == 3 and size.layouts[LayoutKind.TP].num_stages == 1
+    assert all(layout.sampling_rank == 2 for layout in size.layouts.values())
+    with pytest.raises(ConfigurationError, match="does not fit this model"):
+        size_group(settings_of(group=GroupSettings(num_ranks=31)), GEOMETRY, 10**12)
+
+
+def test_free_memory_is_measured() -> None:
+    assert 2**20 < free_memory_bytes() < 2**50
+
+
+def test_generations_grow_over_restarts_and_clocks_that_go_back(tmp_path: Path) -> None:
+    now_ns = 5_000_000_000
+    mint = GenerationMint(tmp_path / "generation", clock_ns=lambda: now_ns)
+    assert [mint.mint(), mint.mint()] == [5000, 5001]
+    now_ns = 1_000_000
+    restarted = GenerationMint(tmp_path / "generation", clock_ns=lambda: now_ns)
+    assert restarted.mint() == 5002
+    now_ns = 9_000_000_000
+    assert restarted.mint() == 9000
+
+
+def test_a_damaged_record_of_generations_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "generation").write_text("garbage")
+    assert GenerationMint(tmp_path / "generation", clock_ns=lambda: 7_000_000).mint() == 7
+    assert (tmp_path / "generation").read_text() == "7\n"
