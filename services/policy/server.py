@@ -72,13 +72,12 @@ class Policy(PolicyServiceServicer):
         ended = anyio.Event()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._hear, request_iterator, ended)
-            said: Advice | None = None
-            said_mode: PolicyMode | None = None
+            said: tuple[object, ...] = ()
             while not ended.is_set():
                 news = self._news
-                advice = self._look(context)
-                if advice is not None and (self._changed(said, advice) or said_mode is not self.mode):
-                    said, said_mode = advice, self.mode
+                advice = self._look()
+                if advice is not None and (saying := self._said(advice)) != said:
+                    said = saying
                     yield self._response(advice)
                 with anyio.move_on_after(LOOK_AGAIN_S if advice is not None and advice.waits else None):
                     await news.wait()
@@ -124,7 +123,7 @@ class Policy(PolicyServiceServicer):
         self._news.set()
         self._news = anyio.Event()
 
-    def _look(self, context: object) -> Advice | None:
+    def _look(self) -> Advice | None:
         if self._heard is None:
             return None
         now_s = time.monotonic()
@@ -134,9 +133,12 @@ class Policy(PolicyServiceServicer):
             self._log.info("advice", layout=self.advice.layout.value, reason=self.advice.reason)
         return self.advice
 
-    @staticmethod
-    def _changed(said: Advice | None, advice: Advice) -> bool:
-        return said is None or said.layout is not advice.layout or said.shape != advice.shape
+    def _said(self, advice: Advice) -> tuple[object, ...]:
+        """What makes an advice a new one; an attempt that ended, however it ended, makes it new as well."""
+        assert self._heard is not None, "an advice follows a signal"
+        message = self._heard.message
+        attempts = (message.fence.generation, message.fence.epoch, message.abandoned_in_a_row)
+        return advice.layout, advice.shape, self.mode, attempts
 
     def _response(self, advice: Advice) -> pb.AdviseLayoutResponse:
         return pb.AdviseLayoutResponse(

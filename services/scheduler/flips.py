@@ -1,0 +1,216 @@
+"""Flips of one generation, as the scheduler sees them: one attempt at a time, from the FLIP entry to COMMIT or ABANDON.
+
+The mover decides the outcome; this writes it into the log. It asks a lost mover again, because the outcome is in the
+mover's journal; where no mover answers in time it abandons, which is safe as long as no COMMIT is written and the
+mode leaves the active layout's bytes in place (`shared`, `dual`). Never touches a request.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import anyio
+import grpc.aio
+from flipmesh.common.v1 import layout_pb2
+from flipmesh.mover.v1 import mover_service_pb2 as pb
+from flipmesh.mover.v1.mover_service_pb2_grpc import MoverServiceStub
+
+from services.core.flip import FlipOutcome
+from services.core.ids import BlockId, FlipId, LayoutKind, Sequence
+from services.mesh.codec.common import layout_to_proto
+from services.mesh.codec.flip import outcome_from_proto
+from services.mesh.errors import MeshError
+from services.mesh.log import Log
+from services.mesh.rpc import Peers, unary
+from services.mesh.settings import DeadlineSettings
+
+MOVER_ABSENT_S = 10.0
+"""How long serving stands still for a mover that is gone: its supervisor restarts it within a second or two."""
+ASK_AGAIN_S = 0.05
+REPORT_WITHIN_S = 10.0
+"""After an outcome, how long the requests that were decoding may take to get their next token before the flip's record
+is closed without them."""
+MAX_TIMELINE = 32
+"""Layouts kept for `status`."""
+
+Runs = tuple[tuple[BlockId, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FlipResult:
+    """How an attempt ended; `outcome` None: it was not armed."""
+
+    outcome: FlipOutcome | None
+    flip_id: FlipId | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """What was resident when a flip was armed."""
+
+    num_requests: int
+    num_partly_prefilled: int
+    live_runs: Runs
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutSpan:
+    """One layout of this generation, from when, and why."""
+
+    kind: LayoutKind
+    began_unix_ns: int
+    reason: str
+
+
+class FlippableLog(Protocol):
+    """What a flip needs of the generation's log."""
+
+    @property
+    def fence(self) -> layout_pb2.Fence:
+        """Generation and epoch now."""
+
+    @property
+    def kind(self) -> LayoutKind:
+        """The layout now."""
+
+    def arm(self, flip_id: FlipId, target: LayoutKind) -> tuple[Sequence, Carry]:
+        """Freezes the batch and writes FLIP."""
+
+    def commit(self, flip_id: FlipId, target: LayoutKind) -> None:
+        """Writes COMMIT and goes on under the next epoch."""
+
+    def abandon(self, flip_id: FlipId, reason: str) -> None:
+        """Writes ABANDON and goes on as before."""
+
+    async def carried_on(self, within_s: float) -> int | None:
+        """Waits until every request that was decoding has gone on; the longest gap, None where none was decoding."""
+
+
+class FlipBrokenError(Exception):
+    """What was active is not whole on every rank: the generation must end."""
+
+
+@dataclass(slots=True)
+class Flips:
+    """The attempts of one generation."""
+
+    run: FlippableLog
+    peers: Peers
+    deadlines: DeadlineSettings
+    log: Log
+    on_change: Callable[[], None]
+    timeline: list[LayoutSpan] = field(default_factory=list)
+    abandoned_in_a_row: int = 0
+    began_ns: int = field(default_factory=time.monotonic_ns)
+    """Of the layout now: the last commit, or the generation's start."""
+    attempted_ns: int = field(default_factory=time.monotonic_ns)
+    """End of the last attempt, or the generation's start."""
+    _pending: FlipId | None = None
+    _last_id: int = 0
+
+    def __post_init__(self) -> None:
+        self.timeline.append(LayoutSpan(self.run.kind, time.time_ns(), "start of the generation"))
+
+    async def attempt(self, target: LayoutKind, cause: str) -> FlipResult:
+        """One flip to `target`.
+
+        Raises:
+            FlipBrokenError: the generation must end.
+        """
+        if self._pending is not None:
+            return FlipResult(None, None, f"flip {self._pending} is under way: one at a time")
+        if target is self.run.kind:
+            return FlipResult(None, None, f"the layout is {target.value.upper()} already")
+        self._last_id += 1
+        flip_id = self._pending = FlipId(self._last_id)
+        try:
+            return await self._attempt(flip_id, target, cause)
+        finally:
+            self._pending = None
+            self.attempted_ns = time.monotonic_ns()
+            self.on_change()
+
+    async def _attempt(self, flip_id: FlipId, target: LayoutKind, cause: str) -> FlipResult:
+        source, fence = self.run.kind, self.run.fence
+        entry, carry = self.run.arm(flip_id, target)
+        self.log.info("flip-armed", flip=flip_id, target=target.value, cause=cause, requests=carry.num_requests)
+        request = pb.RunFlipRequest(
+            fence=fence,
+            flip_id=flip_id,
+            source=layout_to_proto(source),
+            target=layout_to_proto(target),
+            entry_sequence=entry,
+            live_run_begin=[begin for begin, _ in carry.live_runs],
+            live_run_length=[length for _, length in carry.live_runs],
+        )
+        outcome, reason = await self._outcome(request)
+        self._write(flip_id, target, outcome, reason, cause)
+        self.log.info("flip-ended", flip=flip_id, outcome=outcome.value, reason=reason)
+        asyncio.get_running_loop().create_task(self._report(fence, flip_id, carry))
+        return FlipResult(outcome, flip_id, reason)
+
+    def _write(self, flip_id: FlipId, target: LayoutKind, outcome: FlipOutcome, reason: str, cause: str) -> None:
+        match outcome:
+            case FlipOutcome.COMMITTED:
+                self.run.commit(flip_id, target)
+                self.abandoned_in_a_row = 0
+                self.began_ns = time.monotonic_ns()
+                self.timeline.append(LayoutSpan(target, time.time_ns(), cause))
+                del self.timeline[:-MAX_TIMELINE]
+            case FlipOutcome.ABANDONED | FlipOutcome.RESTORED:
+                self.run.abandon(flip_id, reason)
+                self.abandoned_in_a_row += 1
+            case FlipOutcome.BROKEN:
+                raise FlipBrokenError(f"flip {flip_id}: {reason}")
+
+    async def _outcome(self, request: pb.RunFlipRequest) -> tuple[FlipOutcome, str]:
+        """The mover's word, asked for again while its stream breaks."""
+        gave_up_s = time.monotonic() + MOVER_ABSENT_S
+        while True:
+            outcome, reason = await self._ask(request)
+            if outcome is not None:
+                return outcome, reason
+            left_s = gave_up_s - time.monotonic()
+            if left_s <= 0:
+                return FlipOutcome.ABANDONED, f"no mover for {MOVER_ABSENT_S:g} s: {reason}"
+            await anyio.sleep(ASK_AGAIN_S)
+            try:
+                await self.peers.reach("mover", timeout_s=left_s)
+            except MeshError as error:
+                return FlipOutcome.ABANDONED, f"no mover for {MOVER_ABSENT_S:g} s: {error}"
+
+    async def _ask(self, request: pb.RunFlipRequest) -> tuple[FlipOutcome | None, str]:
+        deadlines = self.deadlines
+        bound_s = deadlines.park_s + deadlines.presence_s + deadlines.flip_data_plane_s + deadlines.rpc_s
+        call = MoverServiceStub(self.peers.channel("mover")).RunFlip(request, timeout=bound_s)
+        try:
+            async for response in call:
+                outcome = outcome_from_proto(response.state)
+                if outcome is not None:
+                    return outcome, response.reason
+        except grpc.aio.AioRpcError as error:
+            return None, f"{error.code().name}: {error.details()}"
+        finally:
+            call.cancel()
+        return None, "the mover ended its stream without an outcome"
+
+    async def _report(self, fence: layout_pb2.Fence, flip_id: FlipId, carry: Carry) -> None:
+        """Tells the mover what the flip did to requests; its loss costs a trace, nothing else."""
+        gap_ns = await self.run.carried_on(REPORT_WITHIN_S)
+        request = pb.ReportCarryRequest(
+            fence=fence,
+            flip_id=flip_id,
+            num_carried_requests=carry.num_requests,
+            num_partly_prefilled=carry.num_partly_prefilled,
+            num_live_blocks=sum(length for _, length in carry.live_runs),
+            longest_token_gap_ns=gap_ns,
+        )
+        try:
+            await unary(
+                MoverServiceStub(self.peers.channel("mover")).ReportCarry, request, timeout_s=self.deadlines.rpc_s
+            )
+        except MeshError as error:
+            self.log.warning("flip-not-reported", flip=flip_id, error=error)

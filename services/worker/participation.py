@@ -1,0 +1,195 @@
+"""One rank's part in flips: the participant's table between the log, the mover's stream and the model thread.
+
+It carries messages and times; the table decides. No torch here: what touches memory is done by the model thread, which
+is asked through `start_work` and answers with what it did. Used on the event loop only.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import anyio
+import grpc.aio
+from flipmesh.common.v1 import layout_pb2
+from flipmesh.worker.v1 import worker_service_pb2 as pb
+
+from services.core.flip import (
+    AbandonReached,
+    CommitReached,
+    EntryReached,
+    MoverConnected,
+    ParticipantEvent,
+    StartWork,
+    WorkDone,
+    WorkFailed,
+)
+from services.core.flip_participant import FlipParticipant
+from services.core.ids import FlipId, Rank
+from services.mesh.codec.flip import command_from_proto, said_of, said_to_proto
+
+MAX_UNSENT = 64
+"""Messages to the mover that may wait; an attempt has a handful, and a mover that reads none is cut."""
+
+JoinContext = grpc.aio.ServicerContext[pb.JoinFlipRequest, pb.JoinFlipResponse]
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """The model thread is at the FLIP entry: every earlier step is done and every sampled id applied."""
+
+    flip_id: FlipId
+    last_step_end_unix_ns: int | None
+    parked_unix_ns: int
+    fits: bool
+    refusal: str
+    plan_hash: int
+
+
+@dataclass(frozen=True, slots=True)
+class Worked:
+    """The model thread has read, crossed the seam, written and verified; durations of each."""
+
+    flip_id: FlipId
+    entered_unix_ns: int
+    read_ns: int
+    seam_ns: int
+    write_ns: int
+    verify_ns: int
+    bytes_moved: int
+    rows_moved: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkLost:
+    """The model thread could not; `restored`: the active layout has its bytes."""
+
+    flip_id: FlipId
+    reason: str
+    restored: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """COMMIT or ABANDON is executed."""
+
+    flip_id: FlipId
+    is_committed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The first step after an outcome has begun."""
+
+    flip_id: FlipId
+    switched_unix_ns: int
+    first_step_unix_ns: int
+
+
+FlipAnswer = Parked | Worked | WorkLost | Switched | Resumed
+
+
+class Participation:
+    """The flips of one rank's life. A new stream of the mover takes the place of the one before it."""
+
+    def __init__(self, rank: Rank, start_work: Callable[[FlipId], None]) -> None:
+        self._rank = rank
+        self._start_work = start_work
+        self._table = FlipParticipant()
+        self._fence = layout_pb2.Fence()
+        self._unsent: asyncio.Queue[pb.JoinFlipResponse] = asyncio.Queue(MAX_UNSENT)
+        self._connected = anyio.Event()
+        self._parked: Parked | None = None
+        self._worked: Worked | None = None
+
+    # From the model thread, by way of the loop.
+
+    def on_answer(self, answer: FlipAnswer, fence: layout_pb2.Fence) -> None:
+        """What the model thread did; `fence` is of the entry it belongs to."""
+        match answer:
+            case Parked():
+                self._parked, self._fence = answer, fence
+                self._feed(EntryReached(answer.flip_id, answer.fits, answer.refusal, answer.plan_hash))
+            case Worked():
+                self._worked = answer
+                self._feed(WorkDone(answer.bytes_moved, answer.rows_moved))
+            case WorkLost():
+                self._feed(WorkFailed(answer.reason, answer.restored))
+            case Switched():
+                outcome = CommitReached if answer.is_committed else AbandonReached
+                self._feed(outcome(answer.flip_id))
+            case Resumed():
+                self._put(self._resumed(answer))
+
+    # The mover's stream.
+
+    async def serve(self, requests: AsyncIterator[pb.JoinFlipRequest], context: JoinContext) -> None:
+        """One stream of the mover, until it ends or another one comes."""
+        self._connected.set()
+        mine = self._connected = anyio.Event()
+        self._unsent = asyncio.Queue(MAX_UNSENT)
+        self._feed(MoverConnected())
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._read, requests, mine)
+            tasks.start_soon(self._write, context, mine)
+            await mine.wait()
+            tasks.cancel_scope.cancel()
+
+    async def _read(self, requests: AsyncIterator[pb.JoinFlipRequest], mine: anyio.Event) -> None:
+        try:
+            async for message in requests:
+                if message.fence.generation == self._fence.generation:
+                    self._feed(command_from_proto(message))
+        finally:
+            mine.set()
+
+    async def _write(self, context: JoinContext, mine: anyio.Event) -> None:
+        try:
+            while True:
+                await context.write(await self._unsent.get())
+        except (grpc.aio.BaseError, asyncio.InvalidStateError):
+            mine.set()
+
+    # Between the two.
+
+    def _feed(self, event: ParticipantEvent) -> None:
+        effects = self._table.on_event(event)
+        for said in said_of(effects):
+            message = said_to_proto(said, self._fence, self._rank)
+            self._add_times(message)
+            self._put(message)
+        for effect in effects:
+            if isinstance(effect, StartWork):
+                self._start_work(effect.flip_id)
+
+    def _put(self, message: pb.JoinFlipResponse) -> None:
+        """Queues for the mover; with none connected the oldest make room: the state is said again on connecting."""
+        if self._unsent.full():
+            self._unsent.get_nowait()
+        self._unsent.put_nowait(message)
+
+    def _add_times(self, message: pb.JoinFlipResponse) -> None:
+        match message.WhichOneof("event"):
+            case "parked" if self._parked is not None:
+                message.parked.parked_unix_ns = self._parked.parked_unix_ns
+                if self._parked.last_step_end_unix_ns is not None:
+                    message.parked.last_step_end_unix_ns = self._parked.last_step_end_unix_ns
+            case "present":
+                message.present.present_unix_ns = time.time_ns()
+            case "verified" if self._worked is not None:
+                work = self._worked
+                message.verified.entered_unix_ns = work.entered_unix_ns
+                message.verified.read_ns, message.verified.seam_ns = work.read_ns, work.seam_ns
+                message.verified.write_ns, message.verified.verify_ns = work.write_ns, work.verify_ns
+            case _:
+                pass
+
+    def _resumed(self, answer: Resumed) -> pb.JoinFlipResponse:
+        return pb.JoinFlipResponse(
+            fence=self._fence,
+            flip_id=answer.flip_id,
+            rank=self._rank,
+            resumed=pb.ResumedEvent(
+                switched_unix_ns=answer.switched_unix_ns, first_step_unix_ns=answer.first_step_unix_ns
+            ),
+        )
