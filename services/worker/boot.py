@@ -15,6 +15,7 @@ import torch
 
 from kernels import _native
 from kernels.shm_region import HEADER, MAGIC, RegionLayout, RegionShape, ShmRegion
+from services.core.gguf import GgufMetadata
 from services.core.ids import LayoutKind, Rank
 from services.core.layout import Layout
 from services.mesh.errors import ConfigurationError
@@ -22,7 +23,7 @@ from services.mesh.model_files import ModelFiles, open_model
 from services.mesh.settings import Settings
 from services.worker.collectives import Carrier, ShmCarrier
 from services.worker.layouts import both_layouts, cut_within_blocks, shard_units
-from services.worker.runner import Runner, RunnerLimits
+from services.worker.runner import MAX_UNREAD_STEPS, Runner, RunnerLimits
 from services.worker.weights import WeightStore
 
 SWITCH_INTERVAL_S = 0.0005
@@ -30,6 +31,7 @@ SWITCH_INTERVAL_S = 0.0005
 tools/bench_worker.py: at the interpreter's 5 ms a busy loop costs several ms a step."""
 
 FLOAT_BYTES = 4
+TOKENS_KEY = "tokenizer.ggml.tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ def build_rig(settings: Settings, rank: Rank, fds: Mapping[str, int]) -> Rig:
             f"a worker needs the regions weights, pool and flags from its supervisor, {sorted(missing)} are absent: "
             "start it as the Procfile does"
         )
-    group, limits = settings.group, runner_limits(settings)
+    group = settings.group
     if not 0 <= rank < group.num_ranks:
         raise ConfigurationError(f"rank {rank} is not in [0, {group.num_ranks}): group.num_ranks and --rank disagree")
     torch.set_num_threads(group.threads_per_rank)
@@ -73,18 +75,27 @@ def build_rig(settings: Settings, rank: Rank, fds: Mapping[str, int]) -> Rig:
     num_expanded = store.expand(rank, group.num_ranks)
     region = open_region(fds["flags"], region_shape(settings, files.geometry.hidden_size))
     carrier = ShmCarrier(region, rank)
-    runner = Runner(rank, files.geometry, store, layouts, carrier, fds["pool"], limits)
+    runner = Runner(rank, files.geometry, store, layouts, carrier, fds["pool"], runner_limits(settings, files))
     settle()
     return Rig(rank, files, store, layouts, carrier, runner, time.perf_counter_ns() - began_ns, num_expanded)
 
 
-def runner_limits(settings: Settings) -> RunnerLimits:
-    """What the configuration sizes a rank for."""
+def runner_limits(settings: Settings, files: ModelFiles) -> RunnerLimits:
+    """What configuration and model size a rank for."""
     return RunnerLimits(
         max_resident_requests=settings.scheduler.max_resident_requests,
         max_batch_tokens=settings.scheduler.max_batch_rows,
+        num_valid_ids=num_valid_ids(files),
         deadline_s=settings.deadlines.collective_s,
     )
+
+
+def num_valid_ids(files: ModelFiles) -> int:
+    """Ids that the tokenizer knows, where the files say so; the head may have more rows."""
+    vocab_size, tokenizer = files.geometry.vocab_size, files.tokenizer
+    if isinstance(tokenizer, GgufMetadata) and TOKENS_KEY in tokenizer:
+        return min(vocab_size, len(tokenizer.array(TOKENS_KEY)))
+    return vocab_size
 
 
 def region_shape(settings: Settings, hidden_size: int) -> RegionShape:
@@ -93,6 +104,7 @@ def region_shape(settings: Settings, hidden_size: int) -> RegionShape:
         num_ranks=settings.group.num_ranks,
         max_message_bytes=settings.scheduler.max_batch_rows * hidden_size * FLOAT_BYTES,
         max_rows=settings.scheduler.max_resident_requests,
+        num_board_steps=2 * MAX_UNREAD_STEPS,
     )
 
 

@@ -45,6 +45,8 @@ class RunnerLimits:
 
     max_resident_requests: int
     max_batch_tokens: int
+    num_valid_ids: int
+    """Ids that may be sampled: a vocabulary may be padded beyond them."""
     deadline_s: float
     """Of every wait for a peer."""
 
@@ -100,7 +102,7 @@ class Runner:
         self._stages: dict[LayoutKind, Stage] = {
             kind: build_stage(self._spec(layout), store) for kind, layout in layouts.items()
         }
-        self._sampler = Sampler(geometry.vocab_size)
+        self._sampler = Sampler(limits.num_valid_ids)
         self.follower = LogFollower()
         self.pool: KvPool | None = None
         self.resident: ResidentTable | None = None
@@ -229,14 +231,14 @@ class Runner:
         stage, last = self._stages[layout.kind], layout.num_ranks - 1
         piped = layout.kind is LayoutKind.PP
         hidden = stage.hidden(batch.num_tokens)
-        wait = {"deadline_s": self._limits.deadline_s, "purpose": Purpose.HIDDEN_STATES}
+        deadline_s, purpose, timed = self._limits.deadline_s, Purpose.HIDDEN_STATES, self._clock.timed
         if piped and self._rank > 0:
-            self._clock.timed(self._carrier.recv, hidden, self._rank - 1, sequence, **wait)
+            timed(self._carrier.recv, hidden, self._rank - 1, sequence, deadline_s=deadline_s, purpose=purpose)
         else:
             stage.embed(batch)
         stage.layers(batch, self.pool)
         if piped and self._rank < last:
-            self._clock.timed(self._carrier.send, hidden, self._rank + 1, sequence, **wait)
+            timed(self._carrier.send, hidden, self._rank + 1, sequence, deadline_s=deadline_s, purpose=purpose)
 
     def _sample(
         self, layout: Layout, resident: ResidentTable, rows: Rows, batch: Batch, step: Sequence

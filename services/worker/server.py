@@ -22,12 +22,13 @@ from services.core.ids import Rank
 from services.core.log_follower import LogState
 from services.core.step import StepReport
 from services.mesh.codec.common import layout_to_proto
-from services.mesh.errors import ConfigurationError, GenerationEndedError
+from services.mesh.errors import ConfigurationError
 from services.mesh.progress import Phase
 from services.mesh.shell import Shell
 from services.worker.boot import Rig, build_rig
-from services.worker.step_stream import ExecuteContext, StepStream
+from services.worker.step_stream import StepStream
 
+ExecuteContext = grpc.aio.ServicerContext[pb.ExecuteStepsRequest, pb.ExecuteStepsResponse]
 JoinContext = grpc.aio.ServicerContext[pb.JoinFlipRequest, pb.JoinFlipResponse]
 NS_PER_S = 1e9
 
@@ -39,8 +40,6 @@ class WorkerServer(WorkerServiceServicer):
         self._shell, self._rig = shell, rig
         self.stream: StepStream | None = None
         self.ended = anyio.Event()
-        self.reason: Exception = GenerationEndedError("no log was begun")
-        """Why the process must go; meaningful once `ended` is set."""
         metrics = shell.metrics
         self._steps = metrics.counter("flipmesh_worker_steps", "Steps executed")
         self._compute_s = metrics.counter("flipmesh_worker_compute_seconds", "Time in kernels")
@@ -50,7 +49,7 @@ class WorkerServer(WorkerServiceServicer):
 
     async def ExecuteSteps(  # noqa: N802 (the proto's name)
         self, request_iterator: AsyncIterator[pb.ExecuteStepsRequest], context: ExecuteContext
-    ) -> None:
+    ) -> AsyncIterator[pb.ExecuteStepsResponse]:
         """Executes one log to its end."""
         if self.stream is not None:
             await context.abort(
@@ -59,23 +58,23 @@ class WorkerServer(WorkerServiceServicer):
             )
         incarnation = hashlib.blake2b(self._shell.identity.incarnation.encode(), digest_size=8).digest()
         self.stream = StepStream(self._rig, int.from_bytes(incarnation, "little"), self._count)
+        # However the call ends: a stream that breaks while a response is being sent is not seen by a generator.
+        context.add_done_callback(lambda _: self._end())  # type: ignore[arg-type]  # the stub has a class for a protocol
         self._shell.progress.enter(Phase.READY, "executing the step log")
-        reason: Exception = GenerationEndedError("the scheduler's stream broke")
-        try:
-            reason = await self.stream.run(request_iterator, context)
-        finally:
-            self.stream.abort(AbortReason.SHUTDOWN if self._shell.stop.is_set() else AbortReason.PEER_LOST)
-            self.reason = reason
-            self.ended.set()
+        async for response in self.stream.responses(request_iterator):
+            yield response
+
+    def _end(self) -> None:
+        assert self.stream is not None
+        self.stream.abort(AbortReason.SHUTDOWN if self._shell.stop.is_set() else AbortReason.PEER_LOST)
+        self.ended.set()
 
     async def JoinFlip(  # noqa: N802 (the proto's name)
         self, request_iterator: AsyncIterator[pb.JoinFlipRequest], context: JoinContext
-    ) -> None:
+    ) -> AsyncIterator[pb.JoinFlipResponse]:
         """Refused: in shared mode a flip moves nothing, the log's COMMIT alone switches the views."""
-        await context.abort(
-            grpc.StatusCode.UNIMPLEMENTED,
-            "this build takes no part in flips: layouts change by COMMIT entries of the log; pin the layout",
-        )
+        await _refuse_flips(context)
+        yield pb.JoinFlipResponse()
 
     def _count(self, report: StepReport) -> None:
         self._steps.inc()
@@ -102,6 +101,13 @@ class WorkerServer(WorkerServiceServicer):
         worker.compute_ns_total, worker.wait_ns_total = runner.compute_ns, runner.waited_ns
 
 
+async def _refuse_flips(context: JoinContext) -> None:
+    await context.abort(
+        grpc.StatusCode.UNIMPLEMENTED,
+        "this worker takes no part in flips: in shared mode layouts change by COMMIT entries of the log alone",
+    )
+
+
 async def serve(shell: Shell) -> None:
     """The life of a rank, from its settings to the end of its log."""
     if shell.identity.rank is None:
@@ -118,10 +124,12 @@ async def serve(shell: Shell) -> None:
         await _first(server.ended.wait, partial(_stopped_without_log, shell, server))
         if server.stream is not None:
             await server.ended.wait()
-    if server.stream is not None and not await anyio.to_thread.run_sync(server.stream.finish, abandon_on_cancel=True):
-        shell.log.warning("model-thread-left", reason=str(server.reason))
+    if server.stream is None:
+        return
+    if not await anyio.to_thread.run_sync(server.stream.finish, abandon_on_cancel=True):
+        shell.log.warning("model-thread-left", reason=server.stream.reason())
     if not shell.stop.is_set():
-        raise server.reason
+        raise server.stream.reason()
 
 
 async def _boot(shell: Shell, rank: Rank) -> Rig | None:

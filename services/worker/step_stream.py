@@ -7,8 +7,6 @@ the data plane is aborted at once, so that no peer waits for this rank.
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 
-import anyio
-import grpc.aio
 from flipmesh.common.v1 import layout_pb2
 from flipmesh.worker.v1 import worker_service_pb2 as pb
 
@@ -24,8 +22,6 @@ from services.worker.runner import Opened
 
 THREAD_END_S = 1.0
 """How long the model thread may take to end once the data plane is aborted: one kernel, not one step."""
-
-ExecuteContext = grpc.aio.ServicerContext[pb.ExecuteStepsRequest, pb.ExecuteStepsResponse]
 
 
 class StepStream:
@@ -45,15 +41,23 @@ class StepStream:
         """On the model thread: wakes the writer."""
         self._loop.call_soon_threadsafe(self._wake.set)
 
-    async def run(self, requests: AsyncIterator[pb.ExecuteStepsRequest], context: ExecuteContext) -> Exception:
-        """Serves the stream until it ends or a fault is sent; returns why the process must go."""
+    async def responses(
+        self, requests: AsyncIterator[pb.ExecuteStepsRequest]
+    ) -> AsyncIterator[pb.ExecuteStepsResponse]:
+        """Serves the stream: yields answers as they come, and ends after a fault or when the scheduler has closed."""
         self._execution.start()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._read, requests)
-            await self._write(context)
-            tasks.cancel_scope.cancel()
-        fault = self._fault()
-        return _exit_error(fault[1]) if fault else GenerationEndedError("the scheduler ended its log")
+        reader = asyncio.create_task(self._read(requests))
+        try:
+            async for response in self._answers():
+                yield response
+        finally:
+            reader.cancel()
+
+    def reason(self) -> Exception:
+        """Why the process must go, once the stream has ended."""
+        if (fault := self._fault()) is not None:
+            return _exit_error(fault[1])
+        return GenerationEndedError("the scheduler ended its log" if self._closed else "the scheduler's stream broke")
 
     def abort(self, reason: AbortReason) -> None:
         """Releases every wait of every rank."""
@@ -70,22 +74,22 @@ class StepStream:
             except (CodecError, ProtocolError) as error:
                 self._refused = (message.sequence, error)
                 self.abort(AbortReason.STEP_FAILED)
-                break
+                self._wake.set()
+                return
             self._fence = message.fence
         self._closed = True
         self._wake.set()
 
-    async def _write(self, context: ExecuteContext) -> None:
-        """Sends answers as they come; ends after a fault, or when the scheduler has closed its side."""
+    async def _answers(self) -> AsyncIterator[pb.ExecuteStepsResponse]:
         while True:
             await self._wake.wait()
             self._wake.clear()
             # Read before the answers are taken: what was answered before the end is sent before it.
             fault, closed = self._fault(), self._closed
             for message in self._messages(list(self._execution.take())):
-                await context.write(message)
+                yield message
             if fault is not None:
-                await context.write(self._fault_message(*fault))
+                yield self._fault_message(*fault)
             if fault is not None or closed:
                 return
 

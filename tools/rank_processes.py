@@ -1,0 +1,146 @@
+"""A group of real rank processes over shared memory, driven by pipes: what a mesh's workers are, without gRPC.
+
+For the bench of the worker and for tests of its numbers. Never serves; a rank ends with its pipe.
+"""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from kernels.shm_region import RegionShape
+from services.core.ids import Rank
+from services.core.step import LogEntry
+from services.mesh.lifeline import tie_to_parent
+from services.mesh.model_files import open_model
+from services.worker.boot import open_region, settle
+from services.worker.collectives import ShmCarrier
+from services.worker.execution import Answer
+from services.worker.layouts import both_layouts, cut_within_blocks, shard_units
+from services.worker.runner import MAX_UNREAD_STEPS, Runner, RunnerLimits
+from services.worker.weights import WeightStore
+
+END_S = 10.0
+"""How long a rank may take to leave once its pipe is closed."""
+
+
+class Observer(Protocol):
+    """Made in every rank around its runner; what it collects is asked for over the pipe."""
+
+    def __init__(self, runner: Runner) -> None:
+        """Attaches to the runner."""
+
+    def collected(self) -> object:
+        """What there is since the last call."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """What a group is made of."""
+
+    model: Path
+    num_ranks: int
+    limits: RunnerLimits
+    pp_layers: Sequence[int] | None = None
+    tp_weights: Sequence[float] | None = None
+    observer: type[Observer] | None = None
+
+
+class RankProcess:
+    """One rank's process and the pipe to it."""
+
+    def __init__(self, process: BaseProcess, pipe: Connection) -> None:
+        self.process, self._pipe = process, pipe
+
+    def submit(self, entry: LogEntry) -> None:
+        """Hands over the next entry."""
+        self._pipe.send(entry)
+
+    def answer(self) -> Answer | None:
+        """Waits for the oldest entry's answer; raises what the rank raised."""
+        answer = self._pipe.recv()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer  # type: ignore[no-any-return]
+
+    def observed(self) -> Any:
+        """What the observer collected; no entry may be unanswered."""
+        self._pipe.send(None)
+        return self._pipe.recv()
+
+    def end(self) -> None:
+        """Closes the pipe and waits for the process."""
+        self._pipe.close()
+        self.process.join(END_S)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+@contextmanager
+def rank_processes(spec: GroupSpec) -> Iterator[list[RankProcess]]:
+    """The ranks, ready for RESET."""
+    fds = {name: os.memfd_create(name, os.MFD_CLOEXEC) for name in ("weights", "pool", "flags")}
+    places = {name: f"/proc/{os.getpid()}/fd/{fd}" for name, fd in fds.items()}
+    context = multiprocessing.get_context("spawn")
+    ranks = []
+    try:
+        for rank in range(spec.num_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_rank, args=(spec, Rank(rank), places, theirs, os.getpid()), daemon=True)
+            process.start()
+            theirs.close()
+            ranks.append(RankProcess(process, ours))
+        for rank_process in ranks:
+            rank_process.answer()
+        yield ranks
+    finally:
+        for rank_process in ranks:
+            rank_process.end()
+        for fd in fds.values():
+            os.close(fd)
+
+
+def _rank(spec: GroupSpec, rank: Rank, places: dict[str, str], pipe: Connection, parent: int) -> None:
+    """The life of one rank: build, say so, execute until the pipe ends."""
+    tie_to_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    runner = _build(spec, rank, {name: os.open(place, os.O_RDWR) for name, place in places.items()})
+    observer = spec.observer(runner) if spec.observer else None
+    settle()
+    pipe.send(None)
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            entry = pipe.recv()
+            if entry is None:
+                pipe.send(observer.collected() if observer else None)
+                continue
+            try:
+                pipe.send(runner.execute(entry))
+            except Exception as error:
+                pipe.send(RuntimeError(f"rank {rank}: {type(error).__name__}: {error}"))
+
+
+def _build(spec: GroupSpec, rank: Rank, fds: dict[str, int]) -> Runner:
+    files = open_model(spec.model)
+    units = shard_units(files.geometry, files.tensors)
+    layouts = both_layouts(units, spec.num_ranks, spec.pp_layers, spec.tp_weights)
+    store = WeightStore(files, fds["weights"], cut_within_blocks(files.geometry, files.tensors, layouts.values()))
+    store.expand(rank, spec.num_ranks)
+    shape = RegionShape(
+        num_ranks=spec.num_ranks,
+        max_message_bytes=spec.limits.max_batch_tokens * files.geometry.hidden_size * 4,
+        max_rows=spec.limits.max_resident_requests,
+        num_board_steps=2 * MAX_UNREAD_STEPS,
+    )
+    carrier = ShmCarrier(open_region(fds["flags"], shape), rank)
+    return Runner(rank, files.geometry, store, layouts, carrier, fds["pool"], spec.limits)
