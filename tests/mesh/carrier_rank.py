@@ -1,4 +1,4 @@
-"""A rank process of the carrier tests: reads one JSON order a line, runs its scenario, answers with one JSON line."""
+"""A rank process of the carrier tests: says it is ready, then reads one JSON order a line and answers with one."""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ def answer(order: dict[str, Any], rank: int) -> dict[str, Any]:
 def main() -> None:
     torch.set_num_threads(1)
     rank = int(sys.argv[1])
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
     for line in sys.stdin:
         sys.stdout.write(json.dumps(answer(json.loads(line), rank)) + "\n")
         sys.stdout.flush()

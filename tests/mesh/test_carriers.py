@@ -28,6 +28,7 @@ class RankPool:
         shapes = [RegionShape(n, max_message_bytes=512 * 576 * 4, max_rows=64, num_board_steps=8) for n in (2, 3)]
         self.regions = {shape.num_ranks: ShmRegion.create(shape) for shape in shapes}
         self._processes = [self._start(rank) for rank in range(MAX_RANKS)]
+        self._starting = set(range(MAX_RANKS))
 
     def run(self, carrier: str, num_ranks: int, scenario: str, *, seed: int = 1, ragged: bool = False) -> list[Any]:
         """Returns each rank's answer; None from one that died."""
@@ -43,6 +44,9 @@ class RankPool:
             "port": port,
             "leaves_ragged": ragged,
         }
+        for rank in self._starting & set(range(num_ranks)):
+            assert self._line(rank) == "ready\n"
+            self._starting.discard(rank)
         for rank in range(num_ranks):
             stdin = self._processes[rank].stdin
             assert stdin is not None
@@ -57,14 +61,18 @@ class RankPool:
             region.close()
 
     def _answer(self, rank: int) -> Any:
-        stdout = self._processes[rank].stdout
-        assert stdout is not None
-        line = stdout.readline()
+        line = self._line(rank)
         if line:
             return json.loads(line)
         self._stop(self._processes[rank])
         self._processes[rank] = self._start(rank)
+        self._starting.add(rank)
         return None
+
+    def _line(self, rank: int) -> str:
+        stdout = self._processes[rank].stdout
+        assert stdout is not None
+        return stdout.readline()
 
     def _start(self, rank: int) -> subprocess.Popen[str]:
         return subprocess.Popen(

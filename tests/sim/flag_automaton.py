@@ -2,9 +2,9 @@
 
 Every word has one writer and every rank's program is a straight line, so the words follow from the program counters: a
 state is one counter per rank. Writing a stage is two steps, with torn bytes in between. Memory is sequentially
-consistent here, which release and acquire on the flags give to bytes that only flags order. A rank killed at any point is
-a counter that stays: the states after it are among those explored, and since only waits block, it leaves its peers in a
-wait, each of which has a deadline.
+consistent here, which release and acquire on the flags give to bytes that only flags order. A rank killed at any point
+is a counter that stays: the states after it are among those explored, and since only waits block, it leaves its peers
+in a wait, each of which has a deadline.
 
 Never: shares code with the C file; it is a second statement of the same rules, made to disagree.
 """
