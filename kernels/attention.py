@@ -6,16 +6,17 @@ writes the pool (`kernels.elementwise.rope_and_store` does) and never decides wh
 Shapes: T tokens of the batch, S sequences, Hq local query heads, Hkv local KV heads, D head dimension, B blocks of the
 pool, P KV heads of the pool, R resident rows, M blocks a row. Slots past `context_tokens` are never read as values.
 
-Bound: float32 sums, e^x within 2e-7; against float64, the largest error of a row of `out` is under 1e-5 of its largest
-value for |scores| up to 30 (an error of a score is an error of its weight, and scores carry float32 rounding).
-Floor: a decode step reads every visible key and value once, at 8 * D bytes a token and KV head; a chunk takes 4 * D flops
-a (query head, visible key). One thread: ranks are the parallelism.
+Bound: float32 sums, e^x within 2e-7 relative; against float64, the error of a row of `out` is under
+2e-6 + 1e-7 * scale * max |q| * max |k| of its largest value (norms of heads; a score carries its products' rounding,
+and the error of a score is the relative error of its weight). Floor: a decode step reads every visible key and value
+once, at 8 * D bytes a token and KV head; a chunk takes 4 * D flops a (query head, visible key). One thread: ranks are
+the parallelism.
 """
 
 import torch
 from torch import Tensor
 
-from kernels import _native
+import kernels._native as _native
 
 BLOCK_SLOTS = 16
 MAX_HEAD_DIM = 256
@@ -39,14 +40,13 @@ def paged_attention(
 ) -> None:
     """Writes `out[t, h] = softmax(mask(softcap(scale * q[t, h] . K))) V` for every token of the batch.
 
-    `q` and `out` are float32 `[T, Hq, D]` (token stride free, heads contiguous); the pools `[B, P, 16, D]`, contiguous; this
-    call touches the pool's heads `[kv_head_begin, kv_head_begin + num_kv_heads)` and Hq = group * num_kv_heads.
+    `q` and `out` are float32 `[T, Hq, D]` (token stride free, heads contiguous); the pools `[B, P, 16, D]`, contiguous;
+    this call touches the pool's heads `[kv_head_begin, kv_head_begin + num_kv_heads)` and Hq = group * num_kv_heads.
     `block_tables` int32 `[R, M]`; `row_of_sequence` int32 `[S]`; `query_start` int32 `[S + 1]`, prefix sums of each
-    sequence's queries; `context_tokens` int32 `[S]`, the tokens its last query sees, itself included, already in the pool.
-    Query i of n stands at position context - n + i and sees positions up to its own, and only the last `window` of them
-    (itself included) where given. `softcap` c bends scores to c * tanh(score / c).
-    Raises ValueError for shapes that do not fit, and for a table row, context or block id outside its range, before
-    anything is written.
+    sequence's queries; `context_tokens` int32 `[S]`, the tokens its last query sees, itself included, already in the
+    pool. Query i of n stands at position context - n + i and sees positions up to its own, and only the last `window`
+    of them (itself included) where given. `softcap` c bends scores to c * tanh(score / c). Raises ValueError for shapes
+    that do not fit, and for a table row, context or block id outside its range, before anything is written.
     """
     num_tokens, num_q_heads, head_dim = q_THD.shape
     num_blocks, num_pool_heads, block_slots, pool_dim = k_pool.shape
@@ -67,8 +67,8 @@ def paged_attention(
     ):
         raise ValueError(
             f"attention cannot take q {tuple(q_THD.shape)} strides {q_strides}, out strides {out_strides}, pool "
-            f"{tuple(k_pool.shape)}, {num_kv_heads} KV heads from {kv_head_begin}, window {window}, softcap {softcap}: see "
-            "paged_attention for what fits"
+            f"{tuple(k_pool.shape)}, {num_kv_heads} KV heads from {kv_head_begin}, window {window}, softcap {softcap}: "
+            "see paged_attention for what fits"
         )
     _native.paged_attention(
         q_THD.data_ptr(),

@@ -1,18 +1,18 @@
 """Norms, gated activations, additions and rotary positions: what runs between the matrix products of a layer.
 
 Each kernel is one pass over rows that fit the first-level cache; none allocates, and none but `rope_and_store` writes a
-pool. Inputs and outputs are float32 with inner stride 1; rows may be apart (parts of a fused product are taken as they are),
-and an output may be an input of the same row.
+pool. Inputs and outputs are float32 with inner stride 1; rows may be apart (parts of a fused product are taken as they
+are), and an output may be an input of the same row.
 
-Shapes: T tokens, H hidden width, F feed-forward width, Hq and Hkv local query and KV heads, D head dimension, B blocks, P KV
-heads of the pool. Bounds, against float64: norms 1e-6 relative, SiLU 1e-6 relative (0 below -88), GELU 5e-7 of |gate * up|
-(its tail multiplies the rounding of its cubic), rotations 1e-6 of the pair's length.
+Shapes: T tokens, H hidden width, F feed-forward width, Hq and Hkv local query and KV heads, D head dimension, B blocks,
+P KV heads of the pool. Bounds, against float64: norms 1e-6 relative, SiLU 1e-6 relative (0 below -88), GELU 5e-7 of
+|gate * up| (its tail multiplies the rounding of its cubic), rotations 1e-6 of the pair's length.
 """
 
 import torch
 from torch import Tensor
 
-from kernels import _native
+import kernels._native as _native
 
 _SILU, _GELU_TANH, _ADD = range(3)
 
@@ -64,7 +64,8 @@ def add_rms_norm(residual_TH: Tensor, delta_TH: Tensor, weight_H: Tensor, eps: f
 
 
 def head_rms_norm(x_THD: Tensor, weight_D: Tensor, eps: float) -> None:
-    """Norm of every head of q or k in place, with one weight for all heads. ValueError where heads are not contiguous."""
+    """Norm of every head of q or k in place, with one weight for all heads. ValueError where heads are not
+    contiguous."""
     num_tokens, num_heads, head_dim = x_THD.shape
     token_stride, head_stride, inner_stride = x_THD.stride()
     if head_stride != head_dim or inner_stride != 1 or weight_D.numel() != head_dim:
@@ -140,8 +141,8 @@ def rope_and_store(
 
     `positions` and `slots` are int32 `[T]`; `cos_sin` is `rope_table`'s, whose width is the rotated part of a head;
     `interleaved` pairs (2i, 2i + 1), else (i, i + half). Pools are `[B, P, 16, D]`, contiguous: token t goes to block
-    slots[t] // 16, heads from `kv_head_begin` on. Two tokens must not share a slot. Raises ValueError for shapes that do
-    not fit and for a position or slot out of range, before anything is written.
+    slots[t] // 16, heads from `kv_head_begin` on. Two tokens must not share a slot. Raises ValueError for shapes that
+    do not fit and for a position or slot out of range, before anything is written.
     """
     num_tokens, num_q_heads, head_dim = q_THD.shape
     num_kv_heads = k_THD.shape[1]

@@ -1,9 +1,11 @@
-"""Sampling from logits, log-probabilities and penalties: one pass over the vocabulary where one suffices, never a sort of it.
+"""Sampling from logits, log-probabilities and penalties: one pass over the vocabulary where one suffices, never a sort
+of it.
 
-What is drawn depends on a row's logits and parameters, its seed and its output position, and on nothing else: not on the
-batch, the rank, the order of calls or the instruction set. It keeps no state and never decides when a request ends.
+What is drawn depends on a row's logits and parameters, its seed and its output position, and on nothing else: not on
+the batch, the rank, the order of calls or the instruction set. It keeps no state and never decides when a request ends.
 
-A row's order is by logit, then the lower id first. The filters each keep a prefix of that order, and the shortest counts:
+A row's order is by logit, then the lower id first. The filters each keep a prefix of that order, and the shortest
+counts:
 - `top_k` keeps k ids (0 keeps all);
 - `top_p` keeps the fewest whose probability, after temperature and among what top_k kept, reaches top_p (1 keeps all);
 - `min_p` keeps ids at least min_p times as probable, after temperature, as the most probable (0 keeps all).
@@ -11,8 +13,8 @@ Of what is left one is drawn by its weight: the first in order of id whose runni
 has 53 bits of the first two words of Philox 4x32-10 with key = seed and counter = (position, 0): low words first.
 A temperature below 1e-5 takes the largest logit, the lowest id of equal ones.
 
-Rows are float32 with inner stride 1 and may be apart; ids from `num_valid` on (a padded vocabulary) do not exist for any
-function here. Bounds: weights 3e-7 relative; log-probabilities 2e-6 absolute plus rounding of the logit.
+Rows are float32 with inner stride 1 and may be apart; ids from `num_valid` on (a padded vocabulary) do not exist for
+any function here. Bounds: weights 3e-7 relative; log-probabilities 2e-6 absolute plus rounding of the logit.
 """
 
 import math
@@ -20,7 +22,7 @@ import math
 import torch
 from torch import Tensor
 
-from kernels import _native
+import kernels._native as _native
 
 MIN_TEMPERATURE = 1e-5
 
@@ -53,9 +55,10 @@ def sample(
 ) -> None:
     """Draws one id a row: `out_ids` int32 `[R]`, `out_finite` bool `[R]`.
 
-    `temperature`, `top_p`, `min_p` are float32 `[R]`, `top_k` int32 `[R]`, `seed` uint64 (or int64 of the same bits) and
-    `position` int64 `[R]`. A row with NaN or +inf among its valid logits, or nothing above -inf, gets id 0 and a false
-    `out_finite`; other rows are unaffected. Raises ValueError for parameters outside their range, before anything is drawn.
+    `temperature`, `top_p`, `min_p` are float32 `[R]`, `top_k` int32 `[R]`, `seed` uint64 (or int64 of the same bits)
+    and `position` int64 `[R]`. A row with NaN or +inf among its valid logits, or nothing above -inf, gets id 0 and a
+    false `out_finite`; other rows are unaffected. Raises ValueError for parameters outside their range, before anything
+    is drawn.
     """
     row_stride, num_rows, num_ids = _extent(logits_RV, num_valid)
     for each in (temperature, top_k, top_p, min_p, seed, position, out_ids, out_finite):
@@ -84,7 +87,9 @@ def log_softmax_at(logits_RV: Tensor, ids_RN: Tensor, out_RN: Tensor, *, num_val
     """
     row_stride, num_rows, num_ids = _extent(logits_RV, num_valid)
     if ids_RN.shape != out_RN.shape or ids_RN.shape[0] != num_rows:
-        raise ValueError(f"{num_rows} rows of logits, ids {tuple(ids_RN.shape)}, out {tuple(out_RN.shape)}: shapes differ")
+        raise ValueError(
+            f"{num_rows} rows of logits, ids {tuple(ids_RN.shape)}, out {tuple(out_RN.shape)}: shapes differ"
+        )
     _native.log_softmax_at(
         logits_RV.data_ptr(), row_stride, num_rows, num_ids, ids_RN.data_ptr(), ids_RN.shape[1], out_RN.data_ptr()
     )
@@ -93,10 +98,11 @@ def log_softmax_at(logits_RV: Tensor, ids_RN: Tensor, out_RN: Tensor, *, num_val
 def top_logprobs(
     logits_RV: Tensor, num_top: int, out_ids_RN: Tensor, out_logprobs_RN: Tensor, *, num_valid: int | None = None
 ) -> None:
-    """The num_top (at most 256) most probable ids of each row, in order, with their log-probabilities as the model gives them.
+    """The num_top (at most 256) most probable ids of each row, in order, with their log-probabilities as the model
+    gives them.
 
-    `out_ids` int32 and `out_logprobs` float32 are `[R, num_top]`, contiguous. A row that is not finite gets id 0 and NaN;
-    where fewer ids are above -inf, the rest is id 0 and -inf. Raises ValueError where num_top is out of range.
+    `out_ids` int32 and `out_logprobs` float32 are `[R, num_top]`, contiguous. A row that is not finite gets id 0 and
+    NaN; where fewer ids are above -inf, the rest is id 0 and -inf. Raises ValueError where num_top is out of range.
     """
     row_stride, num_rows, num_ids = _extent(logits_RV, num_valid)
     if not out_ids_RN.shape == out_logprobs_RN.shape == (num_rows, num_top):
@@ -124,9 +130,10 @@ def penalize(
 ) -> None:
     """Penalises, in place in one row, the ids of a history int32 `[n]` (repeats included).
 
-    Each distinct id: a positive logit is divided by `repetition`, another multiplied; then `presence` is subtracted, and
-    `frequency` once for each time it occurs. A caller whose repetition penalty covers more tokens than the others (prompt
-    and output, against output) calls twice, repetition first. Raises ValueError for an id outside the valid ones.
+    Each distinct id: a positive logit is divided by `repetition`, another multiplied; then `presence` is subtracted,
+    and `frequency` once for each time it occurs. A caller whose repetition penalty covers more tokens than the others
+    (prompt and output, against output) calls twice, repetition first. Raises ValueError for an id outside the valid
+    ones.
     """
     row_stride, num_rows, num_ids = _extent(logits_RV, num_valid)
     if not 0 <= row < num_rows or repetition <= 0:
@@ -142,9 +149,7 @@ def penalize(
     )
 
 
-def add_sparse(
-    logits_RV: Tensor, rows: Tensor, ids: Tensor, values: Tensor, *, num_valid: int | None = None
-) -> None:
+def add_sparse(logits_RV: Tensor, rows: Tensor, ids: Tensor, values: Tensor, *, num_valid: int | None = None) -> None:
     """logits[rows[i], ids[i]] += values[i], in place: biases of a batch as int32, int32 and float32 `[n]`.
 
     Raises ValueError for a row or id out of range, before anything is added.

@@ -2,13 +2,15 @@
 
 import math
 import secrets
+import sys
 from collections.abc import Iterator
 
+import kernels._native as _native
 import pytest
 import torch
 from torch import Tensor
 
-from kernels import _native, elementwise
+from kernels import elementwise
 
 
 @pytest.fixture(autouse=True, params=["vector", "portable"])
@@ -21,7 +23,7 @@ def _path(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def generator() -> torch.Generator:
     seed = secrets.randbits(32)
-    print(f"seed {seed}")
+    sys.stdout.write(f"seed {seed}\n")
     return torch.Generator().manual_seed(seed)
 
 
@@ -138,7 +140,9 @@ def test_rope_and_store(generator: torch.Generator, head_dim: int, rotary_dim: i
         assert pool.isnan().sum() == pool.numel() - num_tokens * num_kv_heads * head_dim
 
 
-@pytest.mark.parametrize(("position", "slot", "said"), [(50, 0, "position 50"), (-1, 0, "position -1"), (0, 80, "slot 80")])
+@pytest.mark.parametrize(
+    ("position", "slot", "said"), [(50, 0, "position 50"), (-1, 0, "position -1"), (0, 80, "slot 80")]
+)
 def test_rope_refuses_what_lies_outside_before_writing(position: int, slot: int, said: str) -> None:
     q, k, v = (torch.ones(2, heads, 8) for heads in (2, 1, 1))
     pools = [_poisoned(5, 1, 16, 8) for _ in range(2)]
