@@ -39,7 +39,7 @@ class Request:
     """Positions that every rank has acknowledged."""
     num_in_flight: int = 0
     last_sampled_by: Sequence | None = None
-    """The newest step that samples for it in this residence."""
+    """The newest step that samples for it; a step that decodes for it reads what that one sampled."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix tree at the first admission."""
     is_over: bool = False

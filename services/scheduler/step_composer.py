@@ -3,8 +3,8 @@
 Pure: it changes requests, the queue, the resident table and block tables, never the window, and reads no clock.
 
 Invariants: decode rows are taken in order and only the youngest is preempted, so that the oldest always gets on and no
-two preempt each other for ever; nobody enters in a step that preempted somebody; blocks written by a step are published
-behind it, never shared within it.
+two preempt each other for ever; whoever enters leaves a block to spare for each that decodes; blocks written by a step
+are published behind it, never shared within it.
 """
 
 from dataclasses import dataclass, field
@@ -48,7 +48,6 @@ class StepDraft:
     admitted: list[Admitted] = field(default_factory=list)
     num_tokens: int = 0
     tokens_through: Sequence | None = None
-    has_preempted: bool = False
 
 
 @dataclass(slots=True)
@@ -72,7 +71,7 @@ class StepComposer:
         num_left = limits.max_batch_tokens - draft.num_tokens
         budget = ChunkBudget(num_left, limits.chunk_tokens, limits.attention_parity_tokens)
         prefilling = [request for request in self.residents if request.is_prefilling]
-        num_admissible = 0 if draft.has_preempted else min(len(self.queue), self.residents.num_free)
+        num_admissible = min(len(self.queue), self.residents.num_free)
         share = window.prefill_share(len(prefilling) + num_admissible)
         for request in prefilling[:share]:
             self._add_chunk(draft, request, budget, sequence)
@@ -101,7 +100,6 @@ class StepComposer:
                 continue
             victim = self.residents.youngest
             self._preempt(victim)
-            draft.has_preempted = True
             if victim is request:
                 return False
         return True
@@ -123,7 +121,8 @@ class StepComposer:
     def _add_row(self, draft: StepDraft, request: Request, num_tokens: int, sequence: Sequence) -> None:
         assert request.index is not None, "only residents have rows"
         plan, end = draft.plan, request.num_issued + num_tokens
-        if not request.is_prefilling and request.last_sampled_by is not None:
+        if not request.is_prefilling:
+            assert request.last_sampled_by is not None, "a prompt's last chunk samples before its request decodes"
             draft.tokens_through = max(draft.tokens_through or request.last_sampled_by, request.last_sampled_by)
         plan.row_request_index.append(request.index)
         plan.row_start.append(request.num_issued)
@@ -154,7 +153,6 @@ class StepComposer:
         request.num_admissions += 1
         request.prefill_target = len(request.tokens)
         request.num_in_flight = 0
-        request.last_sampled_by = None
         if is_first:
             request.num_cached_tokens = min(request.num_issued, submission.num_prompt_tokens)
             draft.admitted.append(Admitted(request.request_id, request.num_cached_tokens))

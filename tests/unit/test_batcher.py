@@ -189,6 +189,14 @@ def test_a_stop_string_ends_the_output_where_the_router_says(bench: Bench) -> No
     assert len(bench.outputs["a"]) == 6
 
 
+def test_a_stop_string_cannot_lie_behind_what_was_emitted(bench: Bench) -> None:
+    bench.submit("a", PROMPT, 50)
+    while len(bench.outputs["a"]) < 2:
+        bench.step()
+    bench.take(bench.batcher.finish(RequestId("a"), 30))
+    assert ended(bench, "a").num_output_tokens == 2
+
+
 def test_a_resubmission_goes_on_where_it_stood(bench: Bench) -> None:
     whole = answer(PROMPT, 10)
     bench.submit("a", PROMPT, 10, emitted=whole[:6])

@@ -39,7 +39,11 @@ def test_a_flip_carries_every_request(kind: LayoutKind) -> None:
     bench.batcher.freeze()
     assert bench.issue() is None and not bench.batcher.is_parked
     park(bench)
+    assert bench.issue() is None, "parked: nothing is issued though the window is open"
     bench.batcher.thaw(layout_of(kind.other))
+    bench.issue_all()
+    microbatches = [bench.plans[sequence].microbatch for sequence, _ in bench.unreported]
+    assert microbatches == ([0, 1] if kind.other is LayoutKind.PP else [0, 0])
     bench.run()
     for number in range(6):
         assert bench.outputs[f"r{number}"] == answer([number, *range(90)], 30)

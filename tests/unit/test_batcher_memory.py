@@ -150,6 +150,39 @@ def test_results_of_a_preempted_request_still_count_until_it_returns() -> None:
     assert bench.outputs["young"] == answer(list(range(100, 131)), 40)
 
 
+def test_late_results_of_an_earlier_residence_are_dropped() -> None:
+    """The request is back in the batch, computing again, when a result from before its preemption arrives."""
+    bench = bench_of(num_blocks=5, max_context_tokens=80, steps_ahead=4)
+    bench.submit("old", list(range(31)), 40)
+    bench.submit("young", list(range(100, 131)), 40)
+    while not bench.batcher.tally.num_preemptions:
+        if bench.issue() is None:
+            bench.report()
+    young = bench.indexes("young")[0]
+    late = [
+        bench.plans[sequence] for sequence, _ in bench.unreported if young in bench.plans[sequence].row_request_index
+    ]
+    bench.take(bench.batcher.abort(RequestId("old")))
+    assert bench.issue() is not None and len(bench.indexes("young")) == 2
+    before = (len(bench.outputs["young"]), bench.batcher.load().uncomputed_prefill_tokens)
+    assert late, "results from before the preemption are still to come"
+    for _ in late:
+        bench.report()
+    assert (len(bench.outputs["young"]), bench.batcher.load().uncomputed_prefill_tokens) == before
+    bench.run()
+    assert bench.outputs["young"] == answer(list(range(100, 131)), 40)
+
+
+def test_a_newcomer_leaves_a_block_for_everyone_who_decodes() -> None:
+    bench = bench_of(num_blocks=8, max_context_tokens=128)
+    bench.submit("old", list(range(20)), 30)
+    bench.step()
+    bench.submit("new", list(range(200, 296)), 2)
+    bench.run()
+    assert bench.batcher.tally.num_preemptions == 0
+    assert bench.outputs["new"] == answer(list(range(200, 296)), 2)
+
+
 def test_a_preempted_request_can_be_aborted() -> None:
     bench = bench_of(num_blocks=5, max_context_tokens=80)
     bench.submit("old", list(range(31)), 40)

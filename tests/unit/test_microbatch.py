@@ -15,6 +15,9 @@ def test_pp_has_as_many_steps_in_flight_as_stages_each_in_its_own_microbatch() -
     assert not window.is_open
     window.acknowledge(Sequence(1))
     assert window.is_open and window.issue(Sequence(4)) == 0
+    window.acknowledge(Sequence(2))
+    window.acknowledge(Sequence(3))
+    assert [window.issue(Sequence(number)) for number in (5, 6)] == [1, 2], "stages stay in turn"
 
 
 def test_tp_has_one_batch_and_steps_ahead_of_it() -> None:

@@ -1,14 +1,16 @@
 """Validation of OpenAI's bodies: every refusal names its field, says nothing of the input, and is small."""
 
 import json
+import threading
 from typing import Any
 
+import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.asked import RequestBounds
-from services.router.http_body import decode
+from services.router.http_body import INLINE_BYTES, decode, parse_body
 from services.router.openai import parse_chat, parse_completion
 from services.router.openai_replies import floored, token_name
 from services.router.refusal import Kind, RefusalError
@@ -235,6 +237,18 @@ def test_what_is_no_json(body: bytes) -> None:
         decode(body)
     assert refused.value.code == "invalid_json"
     assert len(refused.value.message) < 200
+
+
+@pytest.mark.parametrize(("num_bytes", "is_beside"), [(INLINE_BYTES, False), (INLINE_BYTES + 1, True)])
+async def test_large_bodies_are_checked_beside_the_loop(num_bytes: int, is_beside: bool) -> None:
+    """P5.15"""
+    body = b'"' + b"x" * (num_bytes - 2) + b'"'
+
+    def where(value: object) -> int:
+        return threading.get_ident()
+
+    found = await parse_body(body, where, anyio.CapacityLimiter(1))
+    assert (found != threading.get_ident()) is is_beside
 
 
 def test_log_probabilities_that_json_cannot_write() -> None:

@@ -234,7 +234,7 @@ async def test_a_lost_generation_is_not_seen_by_the_client(at: Stand) -> None:
     assert bytes(second.token_ids[2:]) == ALPHABET[: len(second.token_ids) - 2]
     assert (second.num_prompt_tokens, second.max_output_tokens) == (2, 10)
     assert second.sampling == first.sampling
-    await at.scheduler.until(lambda: at.router.health.served_generation == 2)
+    await eventually(lambda: at.router.health.served_generation == 2)
 
 
 async def test_a_restarted_scheduler_is_not_seen_by_the_client(at: Stand) -> None:
