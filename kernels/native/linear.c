@@ -1,5 +1,5 @@
-// Entry points of the matrices in kernels/linear.py: they check addresses and shapes, let other threads run, and call the
-// kernels of the widest instruction set there is. They keep no state; the memory must stay mapped during a call.
+// Entry points of the matrices in kernels/linear.py: they check addresses and shapes, let other threads run, and call
+// the kernels of the widest instruction set there is. They keep no state; the memory must stay mapped during a call.
 #include "native.h"
 #include "quant.h"
 
@@ -60,7 +60,8 @@ struct dense {
 // Three arguments: address, shape and strides (in elements) of a 2-D tensor with unit inner stride.
 static int parse_dense(PyObject *const *args, const char *name, struct dense *out) {
     PyObject *shape = args[1], *strides = args[2];
-    if (!PyTuple_Check(shape) || !PyTuple_Check(strides) || PyTuple_GET_SIZE(shape) != 2 || PyTuple_GET_SIZE(strides) != 2) {
+    if (!PyTuple_Check(shape) || !PyTuple_Check(strides) || PyTuple_GET_SIZE(shape) != 2 ||
+        PyTuple_GET_SIZE(strides) != 2) {
         PyErr_Format(PyExc_ValueError, "%s must have 2 dimensions, got shape %R", name, shape);
         return -1;
     }
@@ -69,7 +70,8 @@ static int parse_dense(PyObject *const *args, const char *name, struct dense *ou
         whole_numbers(&PyTuple_GET_ITEM(strides, 0), 2, steps))
         return -1;
     if (steps[1] != 1 && sizes[1] > 1) {
-        PyErr_Format(PyExc_ValueError, "%s must have inner stride 1, got strides %R: call contiguous() first", name, strides);
+        PyErr_Format(PyExc_ValueError, "%s must have inner stride 1, got strides %R: copy it with contiguous()", name,
+                     strides);
         return -1;
     }
     if (address == 0 && sizes[0] * sizes[1] != 0) {
@@ -128,7 +130,7 @@ static PyObject *linear_dequantize(PyObject *self, PyObject *const *args, Py_ssi
     Py_BEGIN_ALLOW_THREADS;
     const struct kernels *kernels = widest_kernels(max_lanes);
     for (int64_t n = 0; n < matrix.num_rows; n++)
-        kernels->unpack[type](matrix.weights + n * matrix.row_bytes, matrix.num_columns,
+        kernels->unpack[type](matrix.weights + n * matrix.row_bytes, matrix.num_columns, 2 * matrix.row_bytes,
                               (float *)out.address + n * out.row_stride);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
@@ -149,8 +151,8 @@ static int ids_are_inside(const struct ids *ids, int64_t num_ids, int64_t num_ro
     for (int64_t i = 0; i < num_ids; i++) {
         int64_t id = id_at(ids, i);
         if (id < 0 || id >= num_rows) {
-            PyErr_Format(PyExc_IndexError, "id %lld at position %lld is outside the table's rows [0, %lld)", (long long)id,
-                         (long long)i, (long long)num_rows);
+            PyErr_Format(PyExc_IndexError, "id %lld at position %lld is outside the table's rows [0, %lld)",
+                         (long long)id, (long long)i, (long long)num_rows);
             return -1;
         }
     }
@@ -171,7 +173,7 @@ static PyObject *linear_take_rows(PyObject *self, PyObject *const *args, Py_ssiz
     Py_BEGIN_ALLOW_THREADS;
     const struct kernels *kernels = widest_kernels(max_lanes);
     for (int64_t i = 0; i < v[1]; i++)
-        kernels->unpack[type](matrix.weights + id_at(&ids, i) * matrix.row_bytes, matrix.num_columns,
+        kernels->unpack[type](matrix.weights + id_at(&ids, i) * matrix.row_bytes, matrix.num_columns, 0,
                               (float *)out.address + i * out.row_stride);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;

@@ -1,5 +1,5 @@
-// What the entry points (linear.c) and the kernels (quant_*.c) share: one product as a value, and a table of kernels for
-// each instruction set. Numbers of types are ggml's.
+// What the entry points (linear.c) and the kernels (quant_*.c) share: one product as a value, and a table of kernels
+// for each instruction set. Numbers of types are ggml's.
 #pragma once
 #include <stdbool.h>
 #include <stddef.h>
@@ -22,9 +22,12 @@ struct product {
     bool accumulate;
 };
 
+// Makes float32 of a row; `ahead` bytes from each block is what will be wanted soon.
+typedef void unpack_fn(const uint8_t *row, int64_t num_columns, int64_t ahead, float *out);
+
 struct kernels {
     void (*multiply[NUM_TYPE_NUMBERS])(const struct product *product);
-    void (*unpack[NUM_TYPE_NUMBERS])(const uint8_t *row, int64_t num_columns, float *out);
+    unpack_fn *unpack[NUM_TYPE_NUMBERS];
 };
 
 struct block_layout {

@@ -5,7 +5,10 @@
 #define LANES 8
 #define BYTE_LANES 32
 #define TILE_TOKENS 3
-#define FUSED_TOKENS 3
+#define SUMS_TOKENS 2
+#define WEIGHTS_TOKENS 8
+#define WEIGHTS_SUMS 8
+#define WEIGHTS_ROWS 2
 #define KERNELS avx2_kernels
 #include "quant_vector.h"
 

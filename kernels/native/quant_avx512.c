@@ -5,7 +5,10 @@
 #define LANES 16
 #define BYTE_LANES 32
 #define TILE_TOKENS 6
-#define FUSED_TOKENS 3
+#define SUMS_TOKENS 1
+#define WEIGHTS_TOKENS 8
+#define WEIGHTS_SUMS 16
+#define WEIGHTS_ROWS 4
 #define KERNELS avx512_kernels
 #include "quant_vector.h"
 

@@ -1,9 +1,9 @@
 // How one block of a quantised type becomes weights: weight[i] = scale[g] * quant[i] + minimum[g], where g = i / group.
-// Every instruction set compiles its own copy; included after quant_vector.h and that file's conversions.
+// Every instruction set compiles its own copy, after its conversions from memory to vectors.
 //
-// All products scale * quant are exact in float32 (at most 11 + 6 + 6 significant bits), so it makes no difference to any
-// bit of a weight whether the compiler fuses the multiplication with the addition. A type without a minimum has -0.0 as
-// its minimum: the only number whose addition changes nothing, the sign of a zero included.
+// All products scale * quant are exact in float32 (at most 11 + 6 + 6 significant bits), so it makes no difference to
+// any bit of a weight whether the compiler fuses the multiplication with the addition. A type without a minimum has
+// -0.0 as its minimum: the only number whose addition changes nothing, the sign of a zero included.
 #pragma once
 #include "quant_vector.h"
 
@@ -26,6 +26,10 @@ INLINE struct sixteen sixteen(uint64_t low, uint64_t high) {
     *(two *)joined.bytes = (two){low, high};
     return joined;
 }
+
+// Has what was decoded written out: widening bytes or spreading a scale from memory takes one instruction, cutting them
+// out of a register takes three.
+#define IN_MEMORY(decoded) __asm__("" : "+m"(decoded))
 
 // out[i] = factor * bytes[i] for i < count; all 16 bytes may be read and all 16 floats written.
 INLINE void scale_bytes(const void *bytes, int count, float factor, float *out) {
@@ -67,12 +71,14 @@ INLINE void decode_q5_0(const uint8_t *restrict block, struct decoded *out) {
     out->scale[0] = half_at(block);
     out->minimum[0] = NO_MINIMUM;
     five_bits(block + 2, block + 6, 16, out->quant);
+    IN_MEMORY(out->quant);
 }
 
 INLINE void decode_q5_1(const uint8_t *restrict block, struct decoded *out) {
     out->scale[0] = half_at(block);
     out->minimum[0] = half_at(block + 2);
     five_bits(block + 4, block + 8, 0, out->quant);
+    IN_MEMORY(out->quant);
 }
 
 INLINE void decode_q2_k(const uint8_t *restrict block, struct decoded *out) {
@@ -87,6 +93,7 @@ INLINE void decode_q2_k(const uint8_t *restrict block, struct decoded *out) {
             for (int part = 0; part < 4; part++)
                 put_bytes(out->quant + half * 128 + part * 32 + i, quants >> 2 * part & each_byte(3));
         }
+    IN_MEMORY(out->quant);
 }
 
 // Sixteen 6-bit scales less 32: the low four bits lie in eight bytes of nibbles, the high two in four bytes.
@@ -116,6 +123,7 @@ INLINE void decode_q3_k(const uint8_t *restrict block, struct decoded *out) {
             }
         }
     }
+    IN_MEMORY(out->quant);
 }
 
 // The 12 bytes that hold eight 6-bit scales and eight 6-bit minimums of Q4_K and Q5_K, taken four at a time: the first
@@ -130,27 +138,19 @@ INLINE void six_bit_scales(const uint8_t *restrict block, struct decoded *out) {
     scale_bytes(minimums.bytes, 8, -half_at(block + 2), out->minimum);
 }
 
-INLINE void decode_q4_k(const uint8_t *restrict block, struct decoded *out) {
-    six_bit_scales(block, out);
-    for (int part = 0; part < 4; part++)
-        for (int i = 0; i < 32; i += BYTE_LANES) {
-            pair_vec nibbles = bytes_at(block + 16 + part * 32 + i);
-            put_bytes(out->quant + part * 64 + i, nibbles & each_byte(15));
-            put_bytes(out->quant + part * 64 + 32 + i, nibbles >> 4 & each_byte(15));
-        }
-}
-
 INLINE void decode_q5_k(const uint8_t *restrict block, struct decoded *out) {
     six_bit_scales(block, out);
     for (int i = 0; i < 32; i += BYTE_LANES) {
         pair_vec fifths = bytes_at(block + 16 + i);
         for (int part = 0; part < 4; part++) {
             pair_vec nibbles = bytes_at(block + 48 + part * 32 + i);
-            pair_vec low = (fifths >> 2 * part & each_byte(1)) << 4, high = (fifths >> (2 * part + 1) & each_byte(1)) << 4;
+            pair_vec low = (fifths >> 2 * part & each_byte(1)) << 4;
+            pair_vec high = (fifths >> (2 * part + 1) & each_byte(1)) << 4;
             put_bytes(out->quant + part * 64 + i, (nibbles & each_byte(15)) | low);
             put_bytes(out->quant + part * 64 + 32 + i, (nibbles >> 4 & each_byte(15)) | high);
         }
     }
+    IN_MEMORY(out->quant);
 }
 
 INLINE void decode_q6_k(const uint8_t *restrict block, struct decoded *out) {
@@ -166,4 +166,5 @@ INLINE void decode_q6_k(const uint8_t *restrict block, struct decoded *out) {
             put_bytes(quant + 64, minus((first >> 4 & each_byte(15)) | (high & each_byte(48)), 32));
             put_bytes(quant + 96, minus((second >> 4 & each_byte(15)) | (high >> 2 & each_byte(48)), 32));
         }
+    IN_MEMORY(out->quant);
 }

@@ -2,19 +2,19 @@
 #define LANES 4
 #define BYTE_LANES 16
 #define TILE_TOKENS 3
-#define FUSED_TOKENS 1
+#define SUMS_TOKENS 1
+#define WEIGHTS_TOKENS 0
 #define KERNELS portable_kernels
 #include "quant_vector.h"
 
-#define CONVERT(type, address) (whole_vec){((const type *)(address))[0], ((const type *)(address))[1], ((const type *)(address))[2], ((const type *)(address))[3]}
+INLINE whole_vec widen_signed(const int8_t *bytes) { return (whole_vec){bytes[0], bytes[1], bytes[2], bytes[3]}; }
 
-INLINE whole_vec widen_signed(const int8_t *bytes) { return CONVERT(int8_t, bytes); }
-INLINE whole_vec widen_unsigned(const uint8_t *bytes) { return CONVERT(uint8_t, bytes); }
+INLINE whole_vec widen_unsigned(const uint8_t *bytes) { return (whole_vec){bytes[0], bytes[1], bytes[2], bytes[3]}; }
 
 INLINE whole_vec widen_words(const uint8_t *bytes) {
     uint16_t words[4];
     memcpy(words, bytes, sizeof words);
-    return CONVERT(uint16_t, words);
+    return (whole_vec){words[0], words[1], words[2], words[3]};
 }
 
 INLINE vec halves(const uint8_t *bytes) {

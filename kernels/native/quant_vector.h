@@ -65,3 +65,14 @@ INLINE float bfloat_at(const uint8_t *bytes) {
     memcpy(&half, bytes, sizeof half);
     return float_of_bits((uint32_t)half << 16);
 }
+
+typedef float four_floats __attribute__((vector_size(16)));
+
+// The two float16 a block begins with, in the first two lanes; AVX2 reads eight bytes, which every block has.
+INLINE four_floats halves_at(const uint8_t *block) {
+#ifdef __F16C__
+    return _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)block));
+#else
+    return (four_floats){half_at(block), half_at(block + 2)};
+#endif
+}
