@@ -32,12 +32,13 @@ __all__ = [
     "Wait",
 ]
 
-# Up to here every rank reads every other's floats at once; above, each sums a share (bench_collectives: by their means
-# two shots win from 73 KB on with 2 and 3 ranks; at 18 KB they win by 0.7 us with 2 ranks and lose 2 to 4 us with 3).
+# Up to here every rank reads every other's floats at once; above, each sums a share. At 18 KB two shots had the better
+# p50 with 2 ranks (by 0.7 us) and the worse mean with 3 ranks on 2 cores (by 1 to 4 us); at 73 KB they had the better
+# p50 with both. All on a shared machine with other load: run bench_collectives on a quiet one before trusting it.
 ONE_SHOT_BYTES: Final = 32 * 1024
-# A waiter with a core to itself spins about 3 us before it yields: longer costs more than it gains as soon as anything
-# else wants the core, and with more ranks than cores it only delays the rank it waits for. Sleeping starts once a wait
-# is longer than the work between two collectives.
+# A waiter with a core to itself spins a few us before it yields: under other load, longer spins had the worse means;
+# with more ranks than cores spinning only delays the rank it waits for. How long to yield before sleeping is a choice,
+# not measured: longer than the work between two collectives of a small model, short against an idle wait.
 SPIN_TURNS: Final = 30
 CROWDED_SPIN_TURNS: Final = 0
 YIELD_NS: Final = 200_000
