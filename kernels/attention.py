@@ -55,6 +55,9 @@ def paged_attention(
     if (
         block_slots != BLOCK_SLOTS
         or pool_dim != head_dim
+        or v_pool.shape != k_pool.shape
+        or not (k_pool.is_contiguous() and v_pool.is_contiguous() and block_tables.is_contiguous())
+        or out_THD.shape != q_THD.shape
         or head_dim % 8
         or head_dim > MAX_HEAD_DIM
         or num_kv_heads < 1
@@ -70,6 +73,16 @@ def paged_attention(
             f"{tuple(k_pool.shape)}, {num_kv_heads} KV heads from {kv_head_begin}, window {window}, softcap {softcap}: "
             "see paged_attention for what fits"
         )
+    num_sequences = row_of_sequence.numel()
+    if (
+        query_start.numel() != num_sequences + 1
+        or context_tokens.numel() != num_sequences
+        or not block_tables.dtype == row_of_sequence.dtype == query_start.dtype == context_tokens.dtype == torch.int32
+    ):
+        raise ValueError(
+            f"{num_sequences} sequences as int32 expected, got query_start of {query_start.numel()} (one more than "
+            f"sequences), context_tokens of {context_tokens.numel()}, tables {block_tables.dtype}: pass one batch"
+        )
     _native.paged_attention(
         q_THD.data_ptr(),
         k_pool.data_ptr(),
@@ -79,7 +92,7 @@ def paged_attention(
         query_start.data_ptr(),
         context_tokens.data_ptr(),
         out_THD.data_ptr(),
-        row_of_sequence.numel(),
+        num_sequences,
         num_tokens,
         num_q_heads,
         num_kv_heads,

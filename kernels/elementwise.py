@@ -154,7 +154,9 @@ def rope_and_store(
         or k_THD.shape[0] != num_tokens
         or positions.numel() != num_tokens
         or slots.numel() != num_tokens
+        or not positions.dtype == slots.dtype == torch.int32
         or pool_dim != head_dim
+        or not (k_pool.is_contiguous() and v_pool.is_contiguous())
         or rotary_dim > head_dim
         or not 0 <= kv_head_begin <= num_pool_heads - num_kv_heads
         or not q_strides[1:] == k_strides[1:] == v_strides[1:] == (head_dim, 1)
@@ -162,7 +164,7 @@ def rope_and_store(
         raise ValueError(
             f"rope cannot take q {tuple(q_THD.shape)} {q_strides}, k {tuple(k_THD.shape)} {k_strides}, v "
             f"{tuple(v_THD.shape)} {v_strides}, table {tuple(cos_sin.shape)}, pool {tuple(k_pool.shape)} from head "
-            f"{kv_head_begin}: see rope_and_store for what fits"
+            f"{kv_head_begin}, positions {positions.dtype}: see rope_and_store for what fits"
         )
     _native.rope_and_store(
         q_THD.data_ptr(),

@@ -64,6 +64,10 @@ def sample(
     for each in (temperature, top_k, top_p, min_p, seed, position, out_ids, out_finite):
         if each.numel() != num_rows:
             raise ValueError(f"{num_rows} rows of logits, but a parameter or output of {each.numel()}")
+    if not (top_k.dtype == out_ids.dtype == torch.int32 and position.dtype == torch.int64 and seed.element_size() == 8):
+        raise ValueError(
+            f"top_k {top_k.dtype}, position {position.dtype}, seed {seed.dtype}: see sample for their types"
+        )
     _native.sample(
         logits_RV.data_ptr(),
         row_stride,

@@ -1,4 +1,5 @@
-// Arguments of METH_FASTCALL entries by index: addresses and sizes as Python integers. Shapes are the Python side's to check.
+// Arguments of METH_FASTCALL entries by index: addresses and sizes as Python integers; shapes are the Python side's to
+// check.
 #pragma once
 #include "native.h"
 
@@ -7,7 +8,8 @@ typedef struct {
     bool failed; // a Python error is set
 } Arguments;
 
-static inline Arguments take_arguments(const char *name, PyObject *const *items, Py_ssize_t count, Py_ssize_t expected) {
+static inline Arguments take_arguments(const char *name, PyObject *const *items, Py_ssize_t count,
+                                       Py_ssize_t expected) {
     if (count == expected) return (Arguments){items, false};
     PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, expected, count);
     return (Arguments){items, true};

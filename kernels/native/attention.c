@@ -1,5 +1,5 @@
-// Attention of a ragged batch over the paged pool of keys and values, read where they lie: the entry point, its checks, and
-// the walk over sequences, KV heads and tiles of rows. The arithmetic is in attention_body.h.
+// Attention of a ragged batch over the paged pool of keys and values, read where they lie: the entry point, its checks,
+// and the walk over sequences, KV heads and tiles of rows. The arithmetic is in attention_body.h.
 #include "arguments.h"
 #include "attention.h"
 #include <stdio.h>
@@ -23,7 +23,8 @@ static void attend_batch(const Batch *b) {
 
 // Everything read from the tables is checked before anything is written.
 static void check_sequence(const Batch *b, int64_t i, Refusal *refusal) {
-    int64_t row = b->row_of_sequence[i], begin = b->query_start[i], end = b->query_start[i + 1], context = b->context_tokens[i];
+    const int64_t row = b->row_of_sequence[i], context = b->context_tokens[i];
+    const int64_t begin = b->query_start[i], end = b->query_start[i + 1];
     if (row < 0 || row >= b->num_table_rows) {
         REFUSE(refusal, "sequence %ld: table row %ld outside the %ld resident rows", i, row, b->num_table_rows);
     } else if (begin > end || begin < 0 || end > b->num_tokens) {

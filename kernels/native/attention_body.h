@@ -1,6 +1,6 @@
-// One tile of attention: up to 48 rows (query, head of one KV group) against 64 keys at a time: scores, an online softmax,
-// values. Few rows (a decode step) read a block by dot products and are bound by memory; many rows transpose it once and
-// are bound by FMA. Compiled once per instruction set.
+// One tile of attention: up to 48 rows (query, head of one KV group) against 64 keys at a time: scores, an online
+// softmax, values. Few rows (a decode step) read a block by dot products and are bound by memory; many rows transpose it
+// once and are bound by FMA. Compiled once per instruction set.
 #pragma once
 #include "attention.h"
 #include "lanes.h"
@@ -36,7 +36,8 @@ INLINE void store_sums(float *to, const lanes *four) {
 }
 
 // Scores of 1 to 3 rows for one block, four keys at a time; asks for the block's values meanwhile.
-INLINE void score_rows(const int rows, const float *q, const float *keys, int64_t dim, const float *next, float *scores) {
+INLINE void score_rows(const int rows, const float *q, const float *keys, int64_t dim, const float *next,
+                       float *scores) {
     for (int key = 0; key < BLOCK_SLOTS; key += 4) {
         lanes sums[3][4] = {0};
         const float *k = keys + key * dim;
@@ -55,7 +56,8 @@ INLINE void score_rows(const int rows, const float *q, const float *keys, int64_
     }
 }
 
-INLINE void score_direct(int64_t rows, const float *q, const float *keys, int64_t dim, const float *next, float *scores) {
+INLINE void score_direct(int64_t rows, const float *q, const float *keys, int64_t dim, const float *next,
+                         float *scores) {
     for (int64_t r = 0; r < rows; r += 3) {
         const float *from = q + r * dim;
         float *to = scores + r * TILE_KEYS;
@@ -214,7 +216,8 @@ INLINE void begin_tile(const RowTile *tile, bool direct, Scratch *s) {
 INLINE void attend_keys(const RowTile *tile, int64_t first, int64_t begin, int64_t end, bool direct, Scratch *s) {
     const Batch *b = tile->batch;
     const int64_t dim = b->head_dim, rows = tile->num_rows, base = first * BLOCK_SLOTS, group = group_of(b);
-    const int64_t last = (end - 1) / BLOCK_SLOTS, num_blocks = last - first + 1 < TILE_BLOCKS ? last - first + 1 : TILE_BLOCKS;
+    const int64_t last = (end - 1) / BLOCK_SLOTS, left = last - first + 1;
+    const int64_t num_blocks = left < TILE_BLOCKS ? left : TILE_BLOCKS;
     const float *values[TILE_BLOCKS];
     for (int64_t i = 0; i < num_blocks; i++) {
         const float *keys = block_at(tile, b->k_pool, first + i);
@@ -229,7 +232,8 @@ INLINE void attend_keys(const RowTile *tile, int64_t first, int64_t begin, int64
             score_panel(s->q + r * dim, s->keys, dim, scores + r * TILE_KEYS);
     }
     for (int64_t r = 0; r < rows; r++) {
-        int64_t seen = tile->first_position + (tile->first_row + r) / group + 1, oldest = b->window ? seen - b->window : 0;
+        const int64_t seen = tile->first_position + (tile->first_row + r) / group + 1;
+        const int64_t oldest = b->window ? seen - b->window : 0;
         s->decay[r] = soften_row(s->scores + r * TILE_KEYS, oldest > base ? oldest - base : 0, seen - base, b->softcap,
                                  s->row_max + r, s->row_sum + r);
     }

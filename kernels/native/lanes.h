@@ -1,5 +1,5 @@
-// Eight floats at a time in the compiler's vector types, so that each body is written once: bodies_avx2.c compiles it for
-// AVX2 with FMA, bodies_portable.c for the baseline machine, and the entry points choose at run time.
+// Eight floats at a time in the compiler's vector types, so that each body is written once: bodies_avx2.c compiles it
+// for AVX2 with FMA, bodies_portable.c for the baseline machine, and the entry points choose at run time.
 #pragma once
 #include <math.h>
 #include <stdint.h>

@@ -14,8 +14,8 @@ static bool refuse_id(const int32_t *ids, int64_t num, int64_t num_ids, Refusal 
 }
 
 // The first time an id comes it takes the repetition and presence penalties, each time the frequency penalty.
-static void penalize_row(float *logits, const int32_t *ids, int64_t num, uint64_t *seen, float presence, float frequency,
-                         float repetition) {
+static void penalize_row(float *logits, const int32_t *ids, int64_t num, uint64_t *seen, float presence,
+                         float frequency, float repetition) {
     for (int64_t i = 0; i < num; i++) {
         const int32_t id = ids[i];
         const uint64_t bit = 1ull << (id % 64);

@@ -1,5 +1,5 @@
-// Entry points of sampling: draws, log-probabilities, penalties. Passes over rows are in sampling_body.h, the selection among
-// candidates in sampling_select.c.
+// Entry points of sampling: draws and log-probabilities. Passes over rows are in sampling_body.h, the selection among
+// candidates in sampling_select.c, penalties in penalties.c.
 #include "sampling.h"
 #include "arguments.h"
 #include "penalties.h"
@@ -35,10 +35,12 @@ static int32_t first_equal(const float *logits, int64_t num_ids, float top) {
 }
 
 // Without filters: skips whole blocks, then walks one.
-static int32_t draw_from_all(const RowPasses *passes, const Draws *d, int64_t row, float top, Room room, double uniform) {
+static int32_t draw_from_all(const RowPasses *passes, const Draws *d, int64_t row, float top, Room room,
+                             double uniform) {
+    const float *logits = d->logits + row * d->row_stride;
     float *weights = (float *)room.list;
     double *sums = (double *)room.part, passed = 0;
-    double goal = uniform * passes->weigh(d->logits + row * d->row_stride, d->num_ids, top, d->temperature[row], weights, sums);
+    const double goal = uniform * passes->weigh(logits, d->num_ids, top, d->temperature[row], weights, sums);
     int64_t block = 0, last = (d->num_ids - 1) / SUM_BLOCK, found = 0;
     while (block < last && passed + sums[block] <= goal) passed += sums[block++];
     int64_t end = (block + 1) * SUM_BLOCK < d->num_ids ? (block + 1) * SUM_BLOCK : d->num_ids;
@@ -47,7 +49,7 @@ static int32_t draw_from_all(const RowPasses *passes, const Draws *d, int64_t ro
         if (weights[id] > 0.0f) found = id; // where rounding leaves the goal past the end, the last that can be drawn
         if (passed > goal) break;
     }
-    return weights[found] > 0.0f ? (int32_t)found : first_equal(d->logits + row * d->row_stride, d->num_ids, top);
+    return weights[found] > 0.0f ? (int32_t)found : first_equal(logits, d->num_ids, top);
 }
 
 static int32_t draw_from_list(const Candidate *list, int64_t num, double uniform) {
@@ -119,7 +121,8 @@ static void check_draws(const Draws *d, Refusal *refusal) {
     for (int64_t i = 0; i < d->num_rows; i++)
         if (!(d->temperature[i] >= 0 && d->temperature[i] < INFINITY && d->top_k[i] >= 0 && d->top_p[i] > 0 &&
               d->top_p[i] <= 1 && d->min_p[i] >= 0 && d->min_p[i] <= 1))
-            REFUSE(refusal, "row %ld: temperature %g, top_k %d, top_p %g, min_p %g; >= 0, >= 0, (0, 1] and [0, 1] expected", i,
+            REFUSE(refusal,
+                   "row %ld: temperature %g, top_k %d, top_p %g, min_p %g; >= 0, >= 0, (0, 1] and [0, 1] expected", i,
                    (double)d->temperature[i], d->top_k[i], (double)d->top_p[i], (double)d->min_p[i]);
 }
 
@@ -193,8 +196,8 @@ static int descending(const void *a, const void *b) {
     return (x < y) - (x > y);
 }
 
-static void top_of_row(const RowPasses *passes, const float *logits, int64_t num_ids, int64_t num_top, Room room, int32_t *ids,
-                       float *logprobs) {
+static void top_of_row(const RowPasses *passes, const float *logits, int64_t num_ids, int64_t num_top, Room room,
+                       int32_t *ids, float *logprobs) {
     float top;
     bool finite = passes->scan(logits, num_ids, &top);
     int64_t num = finite ? largest(passes, logits, num_ids, num_top, room.list, room.part) : 0;
@@ -210,7 +213,8 @@ static PyObject *top_logprobs(PyObject *self, PyObject *const *items, Py_ssize_t
     (void)self;
     Arguments a = take_arguments("top_logprobs", items, count, 7);
     const float *logits = address_at(&a, 0);
-    const int64_t row_stride = int_at(&a, 1), num_rows = int_at(&a, 2), num_ids = int_at(&a, 3), num_top = int_at(&a, 4);
+    const int64_t row_stride = int_at(&a, 1), num_rows = int_at(&a, 2);
+    const int64_t num_ids = int_at(&a, 3), num_top = int_at(&a, 4);
     int32_t *ids = address_at(&a, 5);
     float *logprobs = address_at(&a, 6);
     if (a.failed) return NULL;
@@ -222,7 +226,8 @@ static PyObject *top_logprobs(PyObject *self, PyObject *const *items, Py_ssize_t
     Py_BEGIN_ALLOW_THREADS;
     room = take_room(num_ids);
     for (int64_t row = 0; row < num_rows && room.list != NULL; row++)
-        top_of_row(passes, logits + row * row_stride, num_ids, num_top, room, ids + row * num_top, logprobs + row * num_top);
+        top_of_row(passes, logits + row * row_stride, num_ids, num_top, room, ids + row * num_top,
+                   logprobs + row * num_top);
     free(room.list);
     Py_END_ALLOW_THREADS;
     if (room.list == NULL) return PyErr_NoMemory();

@@ -46,8 +46,8 @@ void philox(uint32_t counter[4], const uint32_t key[2]);
 // The uniform number in [0, 1) of one (seed, output position): 53 bits of Philox.
 double uniform_at(uint64_t seed, int64_t position);
 
-// The shortest prefix, in key order, with at least max_count members or max_mass weight: returns its smallest key, which is
-// the smallest of all where neither is reached. `part` is scratch for num candidates; num > 0.
+// The shortest prefix, in key order, with at least max_count members or max_mass weight: returns its smallest key, which
+// is the smallest of all where neither is reached. `part` is scratch for num candidates; num > 0.
 uint64_t prefix_end(const Candidate *all, int64_t num, Candidate *part, int64_t max_count, double max_mass);
 // Keeps candidates with key >= end, in order; returns how many.
 int64_t keep_prefix(Candidate *candidates, int64_t num, uint64_t end);

@@ -1,5 +1,5 @@
-// Plain parts of sampling: the counter-based random numbers, and the selection of a prefix among candidates without sorting
-// them, by digits of the key: at most eight passes, whatever the logits.
+// Plain parts of sampling: the counter-based random numbers, and the selection of a prefix among candidates without
+// sorting them, by digits of the key: at most eight passes, whatever the logits.
 #include "sampling.h"
 #include <float.h>
 #include <string.h>

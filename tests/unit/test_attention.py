@@ -325,3 +325,14 @@ def test_shapes_that_do_not_fit_are_refused(
     batch = Batch(q, (pool, pool), ints[None], ints[:1], ints, ints[:1], begin, 2, 1.0, window, softcap)
     with pytest.raises(ValueError, match="attention cannot take"):
         batch.run()
+
+
+def test_tables_of_another_type_or_batch_are_refused(generator: torch.Generator) -> None:
+    batch = _build(Case(((1, 5), (3, 40)), 6, 2, 16), generator)
+    for broken in (
+        replace(batch, tables=batch.tables.long()),
+        replace(batch, query_start=batch.query_start[:2]),
+        replace(batch, context=batch.context[:1]),
+    ):
+        with pytest.raises(ValueError, match="2 sequences as int32 expected"):
+            broken.run()
