@@ -23,6 +23,7 @@ from services.mesh.model_files import ModelFiles, open_model
 from services.mesh.settings import Settings
 from services.worker.collectives import Carrier, ShmCarrier
 from services.worker.layouts import both_layouts, cut_within_blocks, shard_units
+from services.worker.ring import RingWriter
 from services.worker.runner import MAX_UNREAD_STEPS, Runner, RunnerLimits
 from services.worker.weights import WeightStore
 
@@ -50,7 +51,7 @@ class Rig:
     """Tensors that this rank expanded; 0: none was missing."""
 
 
-def build_rig(settings: Settings, rank: Rank, fds: Mapping[str, int]) -> Rig:
+def build_rig(settings: Settings, rank: Rank, fds: Mapping[str, int], ring: RingWriter) -> Rig:
     """Opens, maps and expands what this rank needs.
 
     Raises:
@@ -75,7 +76,7 @@ def build_rig(settings: Settings, rank: Rank, fds: Mapping[str, int]) -> Rig:
     num_expanded = store.expand(rank, group.num_ranks)
     region = open_region(fds["flags"], region_shape(settings, files.geometry.hidden_size))
     carrier = ShmCarrier(region, rank)
-    runner = Runner(rank, files.geometry, store, layouts, carrier, fds["pool"], runner_limits(settings, files))
+    runner = Runner(rank, files.geometry, store, layouts, carrier, fds["pool"], runner_limits(settings, files), ring)
     settle()
     return Rig(rank, files, store, layouts, carrier, runner, time.perf_counter_ns() - began_ns, num_expanded)
 

@@ -9,24 +9,40 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
+from services.core.ids import FlipId
 from services.core.log_follower import ProtocolError
 from services.core.step import LogEntry, StepReport
+from services.worker.participation import FlipAnswer, WorkLost
 from services.worker.runner import Opened
 
 MAX_QUEUED_ENTRIES = 256
 """Entries received and not executed. A scheduler issues a few steps ahead; more means that it forgot to wait."""
 
-Answer = Opened | StepReport
-"""What an entry was answered with."""
+Answer = Opened | StepReport | FlipAnswer
+"""What an entry, or the work of a flip, was answered with."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlipWork:
+    """Read, seam, write and verify: asked for by the gate, done between the FLIP entry and its outcome."""
+
+    flip_id: FlipId
 
 
 class Executes(Protocol):
     """What the thread drives: `runner.Runner`, and nothing else in the service."""
 
-    def execute(self, entry: LogEntry) -> Answer | None:
+    notice: Callable[[FlipAnswer], None]
+    """To be called, on this thread, with where the rank is in a flip."""
+
+    def execute(self, entry: LogEntry) -> Opened | StepReport | None:
         """Executes the next entry."""
+
+    def work(self, flip_id: FlipId) -> FlipAnswer:
+        """Does this rank's part of a flip."""
 
 
 class Execution:
@@ -34,7 +50,8 @@ class Execution:
 
     def __init__(self, runner: Executes, notify: Callable[[], None]) -> None:
         self._runner, self._notify = runner, notify
-        self._entries: queue.Queue[LogEntry | None] = queue.Queue(MAX_QUEUED_ENTRIES)
+        runner.notice = self._answer
+        self._entries: queue.Queue[LogEntry | FlipWork | None] = queue.Queue(MAX_QUEUED_ENTRIES)
         self._answers: deque[Answer] = deque()
         self._notified = False
         self._lock = threading.Lock()
@@ -62,6 +79,10 @@ class Execution:
                 "for reports before it writes on"
             ) from None
 
+    def offer_work(self, flip_id: FlipId) -> None:
+        """Hands over a flip's work; the thread is parked then and has nothing else."""
+        self._entries.put_nowait(FlipWork(flip_id))
+
     def take(self) -> Iterator[Answer]:
         """Yields what was answered since the last call, in order."""
         with self._lock:
@@ -79,15 +100,25 @@ class Execution:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (entry := self._entries.get()) is not None:
+        while (item := self._entries.get()) is not None:
+            if isinstance(item, FlipWork):
+                self._work(item)
+                continue
             try:
-                answer = self._runner.execute(entry)
+                answer = self._runner.execute(item)
             except BaseException as error:
-                self.failed_at, self.error = entry.sequence, error
+                self.failed_at, self.error = item.sequence, error
                 self._notify()
                 return
             if answer is not None:
                 self._answer(answer)
+
+    def _work(self, work: FlipWork) -> None:
+        """A failure is the flip's, not the log's: the group decides what becomes of it."""
+        try:
+            self._answer(self._runner.work(work.flip_id))
+        except Exception as error:
+            self._answer(WorkLost(work.flip_id, f"{type(error).__name__}: {error}", restored=True))
 
     def _answer(self, answer: Answer) -> None:
         with self._lock:

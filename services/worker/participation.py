@@ -9,8 +9,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-import anyio
-import grpc.aio
 from flipmesh.common.v1 import layout_pb2
 from flipmesh.worker.v1 import worker_service_pb2 as pb
 
@@ -30,8 +28,6 @@ from services.mesh.codec.flip import command_from_proto, said_of, said_to_proto
 
 MAX_UNSENT = 64
 """Messages to the mover that may wait; an attempt has a handful, and a mover that reads none is cut."""
-
-JoinContext = grpc.aio.ServicerContext[pb.JoinFlipRequest, pb.JoinFlipResponse]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +93,8 @@ class Participation:
         self._start_work = start_work
         self._table = FlipParticipant()
         self._fence = layout_pb2.Fence()
-        self._unsent: asyncio.Queue[pb.JoinFlipResponse] = asyncio.Queue(MAX_UNSENT)
-        self._connected = anyio.Event()
+        self._unsent: asyncio.Queue[pb.JoinFlipResponse | None] = asyncio.Queue(MAX_UNSENT + 1)
+        """None ends a stream; there is always room for it."""
         self._parked: Parked | None = None
         self._worked: Worked | None = None
 
@@ -123,32 +119,28 @@ class Participation:
 
     # The mover's stream.
 
-    async def serve(self, requests: AsyncIterator[pb.JoinFlipRequest], context: JoinContext) -> None:
-        """One stream of the mover, until it ends or another one comes."""
-        self._connected.set()
-        mine = self._connected = anyio.Event()
-        self._unsent = asyncio.Queue(MAX_UNSENT)
+    async def responses(self, requests: AsyncIterator[pb.JoinFlipRequest]) -> AsyncIterator[pb.JoinFlipResponse]:
+        """One stream of the mover, until it ends or another one comes; begins with what holds now."""
+        self._put_end()
+        unsent = self._unsent = asyncio.Queue(MAX_UNSENT + 1)
         self._feed(MoverConnected())
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._read, requests, mine)
-            tasks.start_soon(self._write, context, mine)
-            await mine.wait()
-            tasks.cancel_scope.cancel()
+        reader = asyncio.create_task(self._read(requests, unsent))
+        try:
+            while (message := await unsent.get()) is not None:
+                yield message
+        finally:
+            reader.cancel()
 
-    async def _read(self, requests: AsyncIterator[pb.JoinFlipRequest], mine: anyio.Event) -> None:
+    async def _read(
+        self, requests: AsyncIterator[pb.JoinFlipRequest], unsent: "asyncio.Queue[pb.JoinFlipResponse | None]"
+    ) -> None:
         try:
             async for message in requests:
                 if message.fence.generation == self._fence.generation:
                     self._feed(command_from_proto(message))
         finally:
-            mine.set()
-
-    async def _write(self, context: JoinContext, mine: anyio.Event) -> None:
-        try:
-            while True:
-                await context.write(await self._unsent.get())
-        except (grpc.aio.BaseError, asyncio.InvalidStateError):
-            mine.set()
+            if unsent is self._unsent:
+                self._put_end()
 
     # Between the two.
 
@@ -164,9 +156,13 @@ class Participation:
 
     def _put(self, message: pb.JoinFlipResponse) -> None:
         """Queues for the mover; with none connected the oldest make room: the state is said again on connecting."""
-        if self._unsent.full():
+        if self._unsent.qsize() >= MAX_UNSENT:
             self._unsent.get_nowait()
         self._unsent.put_nowait(message)
+
+    def _put_end(self) -> None:
+        if not self._unsent.full():
+            self._unsent.put_nowait(None)
 
     def _add_times(self, message: pb.JoinFlipResponse) -> None:
         match message.WhichOneof("event"):

@@ -18,15 +18,19 @@ from torch import Tensor
 
 from kernels.collective_status import AbortReason, Purpose
 from services.core.geometry import ModelGeometry
-from services.core.ids import LayoutKind, Rank, Sequence
+from services.core.ids import Epoch, FlipId, LayoutKind, Rank, Sequence
 from services.core.layout import Layout
 from services.core.log_follower import LogFollower, ProtocolError
+from services.core.ring import RecordKind
 from services.core.step import AbandonEntry, CommitEntry, FlipEntry, LogEntry, ResetEntry, StepPlan, StepReport
 from services.worker.batch import Batch, make_batch
 from services.worker.collectives import Carrier
+from services.worker.holders import Held, LayoutHolder, switch_all
 from services.worker.kv_cache import KvPool
 from services.worker.model.stage import Stage, StageSpec, build_stage
+from services.worker.participation import FlipAnswer, Parked, Resumed, Switched, Worked
 from services.worker.resident import Int32s, Int64s, ResidentLimits, ResidentTable, Rows
+from services.worker.ring import RingWriter
 from services.worker.sampler import Sampled, Sampler
 from services.worker.weights import WeightStore
 
@@ -83,6 +87,48 @@ class WaitClock:
         return result
 
 
+@dataclass(slots=True)
+class ActiveLayout:
+    """The layout that steps run under: its shares and this rank's stage of it."""
+
+    layouts: Mapping[LayoutKind, Layout]
+    stages: Mapping[LayoutKind, Stage]
+    held: Held
+
+    @property
+    def name(self) -> str:
+        """For the completeness check."""
+        return "the active stage"
+
+    @property
+    def layout(self) -> Layout:
+        """Which ranks hold what."""
+        return self.layouts[self.held[0]]
+
+    @property
+    def stage(self) -> Stage:
+        """What this rank computes."""
+        return self.stages[self.held[0]]
+
+    def switch(self, kind: LayoutKind, epoch: Epoch) -> None:
+        """The other set of views; no byte moves."""
+        self.held = (kind, epoch)
+
+
+@dataclass(slots=True)
+class _StepTimes:
+    """What a flip's trace wants of the steps around it; wall clock."""
+
+    last_end_unix_ns: int | None = None
+    """None: no step ran in this epoch."""
+    switched: tuple[FlipId, int] | None = None
+    """The outcome whose first step is still to come, and when it was executed."""
+
+
+def _unheard(answer: FlipAnswer) -> None:
+    """Where nobody listens: a rank driven without a service."""
+
+
 class Runner:
     """One rank. Use from one thread; `state` may be read from any."""
 
@@ -95,6 +141,7 @@ class Runner:
         carrier: Carrier,
         pool_fd: int,
         limits: RunnerLimits,
+        ring: RingWriter | None = None,
     ) -> None:
         self._rank, self._geometry, self._layouts = rank, geometry, layouts
         self._carrier, self._pool_fd, self._limits = carrier, pool_fd, limits
@@ -103,6 +150,13 @@ class Runner:
             kind: build_stage(self._spec(layout), store) for kind, layout in layouts.items()
         }
         self._sampler = Sampler(limits.num_valid_ids)
+        self._ring = ring
+        self._active: ActiveLayout | None = None
+        self._times = _StepTimes()
+        self.notice: Callable[[FlipAnswer], None] = _unheard
+        """Hears, at once and on this thread, where this rank is in a flip."""
+        self.holders: list[LayoutHolder] = []
+        """What is switched by a COMMIT besides the stage."""
         self.follower = LogFollower()
         self.pool: KvPool | None = None
         self.resident: ResidentTable | None = None
@@ -144,12 +198,64 @@ class Runner:
                     return self._reset(reset)
                 case StepPlan() as plan:
                     return self._step(plan, entry.sequence)
-                case FlipEntry() | CommitEntry() | AbandonEntry():
-                    # Shared mode: the bytes of both layouts are where they are; the follower has switched or parked.
-                    return None
+                case FlipEntry() as flip:
+                    self._park(flip, entry.sequence)
+                case CommitEntry() as commit:
+                    self._commit(commit, entry.sequence)
+                case AbandonEntry() as abandon:
+                    self._record(RecordKind.ABANDONED, entry.sequence)
+                    self._switched(abandon.flip_id, is_committed=False)
         except BaseException:
             self._carrier.abort(AbortReason.STEP_FAILED)
             raise
+        return None
+
+    def work(self, flip_id: FlipId) -> Worked:
+        """Read, seam, write and verify of a flip, between FLIP and its outcome.
+
+        In shared mode the bytes of both layouts are where they are: what is left is to see that the target's stage is
+        there. Raises `ProtocolError` outside a flip.
+        """
+        began_unix_ns, began_ns = time.time_ns(), time.perf_counter_ns()
+        flip = self.follower.flip
+        if flip is None or flip.flip_id != flip_id:
+            raise ProtocolError(f"work for flip {flip_id}, parked for {flip.flip_id if flip else 'none'}")
+        assert self.follower.sequence is not None
+        self._record(RecordKind.FLIP_WORK, self.follower.sequence)
+        assert flip.target in self._stages, "both layouts' stages are built at start"
+        verify_ns = time.perf_counter_ns() - began_ns
+        return Worked(flip_id, began_unix_ns, 0, 0, 0, verify_ns, bytes_moved=0, rows_moved=0)
+
+    def _park(self, flip: FlipEntry, sequence: Sequence) -> None:
+        """Every earlier step is done; takes what is still to be taken, so that all channels are empty."""
+        assert self.resident is not None
+        self._apply_tokens(self.resident, sequence)
+        self._record(RecordKind.PARKED, sequence)
+        self.notice(
+            Parked(flip.flip_id, self._times.last_end_unix_ns, time.time_ns(), fits=True, refusal="", plan_hash=0)
+        )
+
+    def _commit(self, commit: CommitEntry, sequence: Sequence) -> None:
+        assert self._active is not None
+        assert self.follower.epoch is not None
+        switch_all([self._active, *self.holders], commit.layout, self.follower.epoch)
+        self._record(RecordKind.COMMITTED, sequence)
+        self._switched(commit.flip_id, is_committed=True)
+
+    def _switched(self, flip_id: FlipId, *, is_committed: bool) -> None:
+        self._times = _StepTimes(switched=(flip_id, time.time_ns()))
+        self.notice(Switched(flip_id, is_committed))
+
+    def _note_first_step(self) -> None:
+        if self._times.switched is not None:
+            flip_id, switched_unix_ns = self._times.switched
+            self._times.switched = None
+            self.notice(Resumed(flip_id, switched_unix_ns, time.time_ns()))
+
+    def _record(self, kind: RecordKind, sequence: Sequence, key: int = 0, payload: int = 0, digest: int = 0) -> None:
+        if self._ring is not None:
+            assert self.follower.epoch is not None
+            self._ring.write(kind, sequence, self.follower.epoch, key, payload, digest)
 
     def _reset(self, reset: ResetEntry) -> Opened:
         limits, geometry = self._limits, self._geometry
@@ -173,35 +279,41 @@ class Runner:
             )
         )
         self.pool = KvPool(self._pool_fd, geometry, reset.num_blocks)
+        assert self.follower.epoch is not None
+        self._active = ActiveLayout(self._layouts, self._stages, (reset.layout, self.follower.epoch))
+        assert self.follower.sequence is not None
+        self._record(RecordKind.RESET, self.follower.sequence)
         return Opened(reset.num_blocks)
 
     def _step(self, plan: StepPlan, sequence: Sequence) -> StepReport:
         began_ns, waited_ns = time.perf_counter_ns(), self._clock.waited_ns
-        resident, layout = self.resident, self._layout
+        resident, active = self.resident, self._active
         assert resident is not None
+        assert active is not None
+        self._note_first_step()
+        self._record(RecordKind.TOKENS_AWAITED, sequence)
         self._apply_tokens(resident, max(plan.tokens_through or 0, sequence - MAX_UNREAD_STEPS))
         resident.apply_deltas(plan, sequence)
         rows = resident.rows(plan)
         input_ids = resident.input_ids(rows)
         self._chain(sequence, rows, input_ids)
+        digest = int.from_bytes(self._digest, "little")
+        self._record(RecordKind.STEP_BEGAN, sequence, digest=digest)
         batch = make_batch(resident, rows, input_ids)
-        self._run(layout, batch, sequence)
-        sampled = self._sample(layout, resident, rows, batch, sequence) if batch.num_sampled else None
+        self._run(active, batch, sequence)
+        sampled = self._sample(active, resident, rows, batch, sequence) if batch.num_sampled else None
         waited_ns = self._clock.waited_ns - waited_ns
         compute_ns = time.perf_counter_ns() - began_ns - waited_ns
         self.compute_ns += compute_ns
+        self._times.last_end_unix_ns = time.time_ns()
+        self._record(RecordKind.STEP_ENDED, sequence, payload=compute_ns)
         return StepReport(
             sequence=sequence,
-            digest=int.from_bytes(self._digest, "little"),
+            digest=digest,
             compute_ns=compute_ns,
             wait_ns=waited_ns,
             tokens=None if sampled is None else sampled.tokens(),
         )
-
-    @property
-    def _layout(self) -> Layout:
-        assert self.follower.layout is not None
-        return self._layouts[self.follower.layout]
 
     def _apply_tokens(self, resident: ResidentTable, through: int) -> None:
         """Applies what all steps up to `through` sampled, waiting for those on the board."""
@@ -226,9 +338,10 @@ class Runner:
             chain.update(values.tobytes())
         self._digest = chain.digest()
 
-    def _run(self, layout: Layout, batch: Batch, sequence: Sequence) -> None:
+    def _run(self, active: ActiveLayout, batch: Batch, sequence: Sequence) -> None:
         assert self.pool is not None
-        stage, last = self._stages[layout.kind], layout.num_ranks - 1
+        layout, stage = active.layout, active.stage
+        last = layout.num_ranks - 1
         piped = layout.kind is LayoutKind.PP
         hidden = stage.hidden(batch.num_tokens)
         deadline_s, purpose, timed = self._limits.deadline_s, Purpose.HIDDEN_STATES, self._clock.timed
@@ -236,32 +349,37 @@ class Runner:
             timed(self._carrier.recv, hidden, self._rank - 1, sequence, deadline_s=deadline_s, purpose=purpose)
         else:
             stage.embed(batch)
+        self._record(RecordKind.LAYERS_ENTERED, sequence)
         stage.layers(batch, self.pool)
         if piped and self._rank < last:
+            self._record(RecordKind.HIDDEN_SENT, sequence, key=self._rank + 1)
             timed(self._carrier.send, hidden, self._rank + 1, sequence, deadline_s=deadline_s, purpose=purpose)
 
     def _sample(
-        self, layout: Layout, resident: ResidentTable, rows: Rows, batch: Batch, step: Sequence
+        self, active: ActiveLayout, resident: ResidentTable, rows: Rows, batch: Batch, step: Sequence
     ) -> Sampled | None:
         """Samples on the sampling rank, for all; every rank remembers that these ids are to come."""
         request, position = rows.request[rows.sampled], rows.context_tokens[rows.sampled].astype(np.int64)
-        logits = self._whole_logits(layout, batch)
+        self._record(RecordKind.SAMPLING, step)
+        logits = self._whole_logits(active, batch)
         sampled = None
         if logits is not None:
             sampled = self._sampler.sample(logits, resident, request, position)
-            if layout.num_ranks > 1:
+            if active.layout.num_ranks > 1:
+                self._record(RecordKind.TOKENS_PUBLISHED, step)
                 self._carrier.publish_tokens(step, torch.from_numpy(sampled.ids))
         self._unread.append(_Unread(step, request, position, None if sampled is None else sampled.ids))
         return sampled
 
-    def _whole_logits(self, layout: Layout, batch: Batch) -> Tensor | None:
+    def _whole_logits(self, active: ActiveLayout, batch: Batch) -> Tensor | None:
         """[N, vocab_size] on the sampling rank, None elsewhere."""
+        layout = active.layout
         samples = self._rank == layout.sampling_rank
         if layout.kind is LayoutKind.PP or layout.num_ranks == 1:
-            return self._stages[layout.kind].logits(batch) if samples else None
+            return active.stage.logits(batch) if samples else None
         return self._clock.timed(
             self._carrier.all_gather_columns,
-            self._stages[layout.kind].logits(batch),
+            active.stage.logits(batch),
             [len(share.vocab) for share in layout.shares],
             to_rank=layout.sampling_rank,
             deadline_s=self._limits.deadline_s,

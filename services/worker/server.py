@@ -26,6 +26,7 @@ from services.mesh.errors import ConfigurationError
 from services.mesh.progress import Phase
 from services.mesh.shell import Shell
 from services.worker.boot import Rig, build_rig
+from services.worker.ring import RingWriter
 from services.worker.step_stream import StepStream
 
 ExecuteContext = grpc.aio.ServicerContext[pb.ExecuteStepsRequest, pb.ExecuteStepsResponse]
@@ -39,6 +40,7 @@ class WorkerServer(WorkerServiceServicer):
     def __init__(self, shell: Shell, rig: Rig) -> None:
         self._shell, self._rig = shell, rig
         self.stream: StepStream | None = None
+        self._begun = anyio.Event()
         self.ended = anyio.Event()
         metrics = shell.metrics
         self._steps = metrics.counter("flipmesh_worker_steps", "Steps executed")
@@ -60,6 +62,7 @@ class WorkerServer(WorkerServiceServicer):
         self.stream = StepStream(self._rig, int.from_bytes(incarnation, "little"), self._count)
         # However the call ends: a stream that breaks while a response is being sent is not seen by a generator.
         context.add_done_callback(lambda _: self._end())  # type: ignore[arg-type]  # the stub has a class for a protocol
+        self._begun.set()
         self._shell.progress.enter(Phase.READY, "executing the step log")
         async for response in self.stream.responses(request_iterator):
             yield response
@@ -72,9 +75,11 @@ class WorkerServer(WorkerServiceServicer):
     async def JoinFlip(  # noqa: N802 (the proto's name)
         self, request_iterator: AsyncIterator[pb.JoinFlipRequest], context: JoinContext
     ) -> AsyncIterator[pb.JoinFlipResponse]:
-        """Refused: in shared mode a flip moves nothing, the log's COMMIT alone switches the views."""
-        await _refuse_flips(context)
-        yield pb.JoinFlipResponse()
+        """Takes part in the flips of this process's log; waits for the log to begin."""
+        await self._begun.wait()
+        assert self.stream is not None
+        async for response in self.stream.participation.responses(request_iterator):
+            yield response
 
     def _count(self, report: StepReport) -> None:
         self._steps.inc()
@@ -135,9 +140,12 @@ async def serve(shell: Shell) -> None:
 async def _boot(shell: Shell, rank: Rank) -> Rig | None:
     """The rig, built in a thread; None if the process was stopped meanwhile."""
     rigs: list[Rig] = []
+    ring = RingWriter(shell.paths.ring(rank), rank)
 
     async def build() -> None:
-        rigs.append(await anyio.to_thread.run_sync(build_rig, shell.settings, rank, shell.fds, abandon_on_cancel=True))
+        rigs.append(
+            await anyio.to_thread.run_sync(build_rig, shell.settings, rank, shell.fds, ring, abandon_on_cancel=True)
+        )
 
     with shell.progress.working("mapping and expanding the weights", shell.settings.deadlines.boot_s):
         await _first(build, shell.stop.wait)

@@ -18,6 +18,7 @@ from services.mesh.codec.worker import entry_from_proto, report_to_proto
 from services.mesh.errors import ConfigurationError, GenerationEndedError
 from services.worker.boot import Rig
 from services.worker.execution import Answer, Execution
+from services.worker.participation import FlipAnswer, Participation
 from services.worker.runner import Opened
 
 THREAD_END_S = 1.0
@@ -32,6 +33,7 @@ class StepStream:
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         self._execution = Execution(rig.runner, self._notify)
+        self.participation = Participation(rig.rank, self._execution.offer_work)
         self._fence = layout_pb2.Fence()
         self._closed = False
         self._refused: tuple[int, Exception] | None = None
@@ -86,7 +88,9 @@ class StepStream:
             self._wake.clear()
             # Read before the answers are taken: what was answered before the end is sent before it.
             fault, closed = self._fault(), self._closed
-            for message in self._messages(list(self._execution.take())):
+            answers = list(self._execution.take())
+            self._tell_participation(answers)
+            for message in self._messages(answers):
                 yield message
             if fault is not None:
                 yield self._fault_message(*fault)
@@ -104,6 +108,11 @@ class StepStream:
             yield pb.ExecuteStepsResponse(reports=packed)
         for report in reports:
             self._on_report(report)
+
+    def _tell_participation(self, answers: list[Answer]) -> None:
+        for answer in answers:
+            if isinstance(answer, FlipAnswer):
+                self.participation.on_answer(answer, self._fence)
 
     def _ready(self, opened: Opened) -> pb.WorkerReady:
         return pb.WorkerReady(
