@@ -147,6 +147,10 @@ class FlipCoordinator:
         self.deadline_ns = now_ns + self._deadlines.data_plane_ns
         return [JournalEnter(self.round), SendEnter(self.round)]
 
+    def _enter_again(self, event: RankPresent, _now_ns: int) -> Effects:
+        """An earlier life of the coordinator journalled ENTER and died before this rank heard it."""
+        return [SendEnter(self.round)] if event.round == self.round else []
+
     def _reopen(self, event: RankWithdrew, _now_ns: int) -> Effects:
         if event.round != self.round:
             return []
@@ -218,7 +222,7 @@ class FlipCoordinator:
         (CoordinatorState.ASSEMBLING, RankLost): _lost_before_enter,
         (CoordinatorState.ASSEMBLING, DeadlineReached): _presence_expired,
         (CoordinatorState.ENTERED, RankParked): _late,
-        (CoordinatorState.ENTERED, RankPresent): _late,
+        (CoordinatorState.ENTERED, RankPresent): _enter_again,
         (CoordinatorState.ENTERED, RankNotReady): _note_reason,
         # Too late: a commit made on someone's presence binds him.
         (CoordinatorState.ENTERED, RankWithdrew): _late,

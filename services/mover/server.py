@@ -1,7 +1,7 @@
 """The mover's service: runs one attempt at a time for the scheduler and remembers how each went.
 
-Owns no memory. Invariants: one attempt is open at a time; a message of another generation or attempt is dropped and
-counted; an outcome once journalled is what every later question gets.
+Owns no memory. Invariants: one attempt is open at a time; a message of an attempt that is not open is counted, and
+kept for the case that the scheduler asks for it; an outcome once journalled is what every later question gets.
 """
 
 import time
@@ -22,6 +22,7 @@ from services.mesh.log import Log
 from services.mesh.metrics import Metrics
 from services.mesh.rpc import Peers
 from services.mover.attempts import Attempt, Group, decide_again
+from services.mover.early import EarlyEvents
 from services.mover.history import History, note
 from services.mover.journal import FlipKey, Journal
 from services.mover.links import RankLinks
@@ -50,6 +51,7 @@ class Mover(MoverServiceServicer):
         self._tracer = tracer
         self._history = History()
         self._attempt: Attempt | None = None
+        self._early = EarlyEvents()
         self._counts = dict.fromkeys(FlipOutcome, 0)
         self._last_abandon_reason = ""
         self._flips = metrics.counter(
@@ -80,6 +82,8 @@ class Mover(MoverServiceServicer):
             return
         self._attempt = Attempt(request, record, self._group, self._journal)
         self._log.info("flip-armed", flip=key[1], target=layout_name(request.target), entry=request.entry_sequence)
+        for event in self._early.take(key):
+            await self._attempt.hear(event)
         try:
             async for response in self._attempt.run():
                 yield response
@@ -128,10 +132,12 @@ class Mover(MoverServiceServicer):
             return
         if self._attempt is None or self._attempt.key != key:
             self._strays.inc()
+            self._early.keep(key, event)
             return
         await self._attempt.hear(event)
 
     async def _on_lost(self, rank: Rank, reason: str) -> None:
+        self._early.forget(rank)
         if self._attempt is not None:
             await self._attempt.hear(RankLost(rank, reason))
 

@@ -39,7 +39,8 @@ from services.core.flip import (
 )
 from services.core.flip_coordinator import CoordinatorState, FlipCoordinator
 from services.core.flip_participant import FlipParticipant, ParticipantState
-from services.core.ids import FlipId, Rank
+from services.core.ids import FlipId, Generation, Rank
+from services.mover.early import EarlyEvents
 
 DEADLINES = FlipDeadlines(park_ns=30, presence_ns=60, data_plane_ns=10)
 FLIP = FlipId(7)
@@ -155,6 +156,24 @@ def test_a_recovered_attempt_goes_on_from_enter() -> None:
     attempt.on_event(RankVerified(R1), 102)
     assert attempt.outcome is not None
     assert attempt.outcome.outcome is FlipOutcome.COMMITTED
+
+
+def test_a_rank_that_never_heard_enter_is_told_again_after_a_restart() -> None:
+    attempt = FlipCoordinator.recovered(FLIP, 2, DEADLINES, now_ns=100, entered_round=2)
+    assert attempt.on_event(RankParked(R0), 101) == []
+    assert attempt.on_event(present(R0, 1), 101) == []
+    assert attempt.on_event(present(R0, 2), 101) == [SendEnter(2)]
+
+
+def test_what_was_said_early_is_heard_once_and_only_for_its_attempt() -> None:
+    early, key, other = EarlyEvents(), (Generation(3), FLIP), (Generation(3), FlipId(8))
+    early.keep(key, RankParked(R0))
+    early.keep(key, RankParked(R1))
+    early.keep(other, RankParked(R1))
+    early.forget(R1)
+    early.keep(key, RankVerified(R1))
+    assert early.take(key) == [RankParked(R0), RankVerified(R1)]
+    assert early.take(key) == early.take(other) == []
 
 
 ENTRY = EntryReached(FLIP, fits=True, refusal="", plan_hash=5)
