@@ -224,6 +224,11 @@ class Batcher:
         """Requests that are not over, in order of arrival."""
         return tuple(self._open)
 
+    @property
+    def num_partly_prefilled(self) -> int:
+        """Residents whose prompt is not wholly in the log yet."""
+        return sum(request.is_prefilling for request in self._residents)
+
     def load(self) -> Load:
         """What is to be done now."""
         num_pending, num_decoding = self._admissible_tokens(), 0

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import anyio
 import grpc.aio
+from anyio.abc import TaskGroup
 from flipmesh.common.v1 import layout_pb2
 from flipmesh.mover.v1 import mover_service_pb2 as pb
 from flipmesh.mover.v1.mover_service_pb2_grpc import MoverServiceStub
@@ -32,6 +33,8 @@ ASK_AGAIN_S = 0.05
 REPORT_WITHIN_S = 10.0
 """After an outcome, how long the requests that were decoding may take to get their next token before the flip's record
 is closed without them."""
+MAX_ASKED = 8
+"""Flips by hand that may wait: each is refused anyway once the one before it has led there."""
 MAX_TIMELINE = 32
 """Layouts kept for `status`."""
 
@@ -68,25 +71,35 @@ class LayoutSpan:
 class FlippableLog(Protocol):
     """What a flip needs of the generation's log."""
 
-    @property
-    def fence(self) -> layout_pb2.Fence:
-        """Generation and epoch now."""
+    kind: LayoutKind
+    """The layout now."""
 
     @property
-    def kind(self) -> LayoutKind:
-        """The layout now."""
+    def fence_message(self) -> layout_pb2.Fence:
+        """Generation and epoch now."""
 
     def arm(self, flip_id: FlipId, target: LayoutKind) -> tuple[Sequence, Carry]:
         """Freezes the batch and writes FLIP."""
 
+    async def parked(self) -> None:
+        """Waits until every step before FLIP is acknowledged."""
+
     def commit(self, flip_id: FlipId, target: LayoutKind) -> None:
-        """Writes COMMIT and goes on under the next epoch."""
+        """Writes COMMIT and goes on under the next epoch; only after `parked`."""
 
     def abandon(self, flip_id: FlipId, reason: str) -> None:
         """Writes ABANDON and goes on as before."""
 
     async def carried_on(self, within_s: float) -> int | None:
         """Waits until every request that was decoding has gone on; the longest gap, None where none was decoding."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A flip by hand, and who waits for its end."""
+
+    target: LayoutKind
+    answer: "asyncio.Future[FlipResult]"
 
 
 class FlipBrokenError(Exception):
@@ -110,9 +123,52 @@ class Flips:
     """End of the last attempt, or the generation's start."""
     _pending: FlipId | None = None
     _last_id: int = 0
+    _tasks: TaskGroup | None = None
+    _asked: "asyncio.Queue[_Asked]" = field(default_factory=lambda: asyncio.Queue(MAX_ASKED))
 
     def __post_init__(self) -> None:
         self.timeline.append(LayoutSpan(self.run.kind, time.time_ns(), "start of the generation"))
+
+    async def serve(self) -> None:
+        """Makes the attempts that are asked for by hand, until the generation ends.
+
+        Raises:
+            FlipBrokenError: the generation must end.
+        """
+        try:
+            async with anyio.create_task_group() as self._tasks:
+                while True:
+                    await self._answer(await self._asked.get())
+        finally:
+            self._tasks = None
+
+    async def _answer(self, asked: _Asked) -> None:
+        try:
+            result = await self.attempt(asked.target, "by hand")
+        except BaseException:
+            asked.answer.cancel()
+            raise
+        if not asked.answer.done():
+            asked.answer.set_result(result)
+
+    async def ask(self, target: LayoutKind) -> FlipResult:
+        """A flip by hand, from whatever task; refused while another one is under way."""
+        if self._pending is not None:
+            return self._busy()
+        asked = _Asked(target, asyncio.get_running_loop().create_future())
+        try:
+            self._asked.put_nowait(asked)
+        except asyncio.QueueFull:
+            return FlipResult(None, None, f"{MAX_ASKED} flips are asked for already")
+        return await asked.answer
+
+    def end(self, reason: str) -> None:
+        """The generation is over: nobody waits any longer."""
+        while not self._asked.empty():
+            self._asked.get_nowait().answer.cancel(reason)
+
+    def _busy(self) -> FlipResult:
+        return FlipResult(None, None, f"flip {self._pending} is under way: one at a time")
 
     async def attempt(self, target: LayoutKind, cause: str) -> FlipResult:
         """One flip to `target`.
@@ -121,7 +177,7 @@ class Flips:
             FlipBrokenError: the generation must end.
         """
         if self._pending is not None:
-            return FlipResult(None, None, f"flip {self._pending} is under way: one at a time")
+            return self._busy()
         if target is self.run.kind:
             return FlipResult(None, None, f"the layout is {target.value.upper()} already")
         self._last_id += 1
@@ -134,7 +190,7 @@ class Flips:
             self.on_change()
 
     async def _attempt(self, flip_id: FlipId, target: LayoutKind, cause: str) -> FlipResult:
-        source, fence = self.run.kind, self.run.fence
+        source, fence = self.run.kind, self.run.fence_message
         entry, carry = self.run.arm(flip_id, target)
         self.log.info("flip-armed", flip=flip_id, target=target.value, cause=cause, requests=carry.num_requests)
         request = pb.RunFlipRequest(
@@ -147,14 +203,16 @@ class Flips:
             live_run_length=[length for _, length in carry.live_runs],
         )
         outcome, reason = await self._outcome(request)
-        self._write(flip_id, target, outcome, reason, cause)
+        await self._write(flip_id, target, outcome, reason, cause)
         self.log.info("flip-ended", flip=flip_id, outcome=outcome.value, reason=reason)
-        asyncio.get_running_loop().create_task(self._report(fence, flip_id, carry))
+        assert self._tasks is not None, "attempts are made while run() runs"
+        self._tasks.start_soon(self._report, fence, flip_id, carry)
         return FlipResult(outcome, flip_id, reason)
 
-    def _write(self, flip_id: FlipId, target: LayoutKind, outcome: FlipOutcome, reason: str, cause: str) -> None:
+    async def _write(self, flip_id: FlipId, target: LayoutKind, outcome: FlipOutcome, reason: str, cause: str) -> None:
         match outcome:
             case FlipOutcome.COMMITTED:
+                await self.run.parked()
                 self.run.commit(flip_id, target)
                 self.abandoned_in_a_row = 0
                 self.began_ns = time.monotonic_ns()

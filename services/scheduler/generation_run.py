@@ -7,24 +7,28 @@ driven: with nothing to compute nothing runs.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from collections.abc import Sequence as Items
+from typing import Any
 
 import anyio
+from flipmesh.common.v1 import layout_pb2
 from flipmesh.worker.v1 import worker_service_pb2 as pb
 
-from services.core.ids import Epoch, Generation, LayoutKind, RequestId, Sequence
+from services.core.ids import Epoch, FlipId, Generation, LayoutKind, RequestId, Sequence
 from services.core.log_follower import FIRST_EPOCH
 from services.core.request import RequestEvent, Submission
-from services.core.step import Entry, LogEntry, ResetEntry, StepPlan
+from services.core.step import AbandonEntry, CommitEntry, Entry, FlipEntry, LogEntry, ResetEntry, StepPlan
 from services.mesh.codec.common import CodecError
 from services.mesh.codec.worker import entry_to_proto, report_from_proto
 from services.mesh.fence import EpochFence
 from services.mesh.settings import DeadlineSettings
 from services.scheduler.batcher import Batcher, ResultError
+from services.scheduler.flips import Carry, FlipBrokenError
 from services.scheduler.rank_stream import RankLostError, RankStream
 from services.scheduler.sizing import GroupSize
 from services.scheduler.step_ledger import LogBrokenError, StepLedger, StepRecord
+from services.scheduler.token_gaps import TokenGaps
 
 NS_PER_S = 1_000_000_000
 
@@ -33,6 +37,13 @@ Deliver = Callable[[list[RequestEvent]], None]
 
 class GenerationLostError(Exception):
     """The generation is over; the message names the ranks and the sequence, and what they did or did not do."""
+
+
+_ENDINGS = (GenerationLostError, RankLostError, LogBrokenError, ResultError, CodecError, FlipBrokenError)
+
+
+def _nobody() -> None:
+    """Where nobody wants to hear."""
 
 
 class GenerationRun:
@@ -49,14 +60,21 @@ class GenerationRun:
         on_finished: Callable[[StepRecord], None],
     ) -> None:
         layout = size.layouts[kind]
+        self._layouts = size.layouts
+        self.gaps = TokenGaps()
+        self.background: Items[Callable[[], Coroutine[Any, Any, None]]] = ()
+        """What runs beside the log once it is open, and ends with it."""
         self.batcher = Batcher(size.limits, layout)
         self.ledger = StepLedger(layout.num_ranks, layout.sampling_rank)
         self.fence = EpochFence(generation, FIRST_EPOCH)
         self.kind = kind
         self._streams, self._deadlines = streams, deadlines
-        self._deliver, self._on_finished = deliver, on_finished
+        self._deliver_to_routers, self._on_finished = deliver, on_finished
+        self.on_change: Callable[[], None] = _nobody
+        """Hears that requests, blocks or the layout may have changed."""
         self._sequence = Sequence(0)
         self._has_steps = asyncio.Event()
+        self._parked, self._carried = asyncio.Event(), asyncio.Event()
         self._is_open = False
         self._will_pump = False
 
@@ -69,6 +87,11 @@ class GenerationRun:
     def epoch(self) -> Epoch:
         """The layout's version now."""
         return self.fence.epoch
+
+    @property
+    def fence_message(self) -> layout_pb2.Fence:
+        """Generation and epoch now, as they travel."""
+        return layout_pb2.Fence(generation=self.generation, epoch=self.epoch)
 
     async def run(self, on_open: Callable[[], Awaitable[None]]) -> None:
         """Opens the log, calls `on_open` once every rank is ready, and serves until cancelled.
@@ -86,7 +109,9 @@ class GenerationRun:
                 for stream in self._streams:
                     tasks.start_soon(self._listen, stream)
                 tasks.start_soon(self._watch)
-        except* (GenerationLostError, RankLostError, LogBrokenError, ResultError, CodecError) as group:
+                for background in self.background:
+                    tasks.start_soon(background)
+        except* _ENDINGS as group:
             reasons = [str(error) for error in _leaves(group)]
         finally:
             self._is_open = False
@@ -109,6 +134,53 @@ class GenerationRun:
     def finish(self, request_id: RequestId, num_output_tokens: int) -> None:
         """Ends a request where the router matched a stop string."""
         self._deliver(self.batcher.finish(request_id, num_output_tokens))
+        self._pump_soon()
+
+    # Flips.
+
+    def arm(self, flip_id: FlipId, target: LayoutKind) -> tuple[Sequence, Carry]:
+        """Freezes the batch and writes FLIP; returns its place in the log and what is carried."""
+        self.batcher.freeze()
+        self._parked = asyncio.Event()
+        self._note_parked()
+        runs = self.batcher.live_runs()
+        num_partly = self.batcher.num_partly_prefilled
+        carry = Carry(self.batcher.load().resident_requests, num_partly, runs)
+        self._append(FlipEntry(flip_id, target, runs))
+        return self._sequence, carry
+
+    async def parked(self) -> None:
+        """Waits until every step before FLIP is acknowledged: ranks say so by another way than they verify a flip."""
+        await self._parked.wait()
+
+    def commit(self, flip_id: FlipId, target: LayoutKind) -> None:
+        """Writes COMMIT and goes on under the next epoch; only after `parked`."""
+        self._append(CommitEntry(flip_id, target))
+        self.kind = target
+        self.fence.move(self.generation, Epoch(self.epoch + 1))
+        self._go_on()
+
+    def abandon(self, flip_id: FlipId, reason: str) -> None:
+        """Writes ABANDON and goes on as before."""
+        self._append(AbandonEntry(flip_id, reason))
+        self._go_on()
+
+    async def carried_on(self, within_s: float) -> int | None:
+        """Waits until every request that was decoding has gone on, or so long; the longest gap of those that did."""
+        with anyio.move_on_after(within_s):
+            await self._carried.wait()
+        return self.gaps.longest_ns
+
+    def _note_parked(self) -> None:
+        if self.batcher.is_parked:
+            self._parked.set()
+
+    def _go_on(self) -> None:
+        self.gaps.begin()
+        self._carried = asyncio.Event()
+        if self.gaps.is_closed:
+            self._carried.set()
+        self.batcher.thaw(self._layouts[self.kind])
         self._pump_soon()
 
     # The log.
@@ -162,8 +234,15 @@ class GenerationRun:
             self._will_pump = True
             asyncio.get_running_loop().call_soon(self._pump)
 
+    def _deliver(self, events: list[RequestEvent]) -> None:
+        self.gaps.note(events, time.monotonic_ns())
+        if self.gaps.is_closed:
+            self._carried.set()
+        self._deliver_to_routers(events)
+
     def _pump(self) -> None:
         self._will_pump = False
+        self.on_change()
         if not self._is_open:
             return
         while (plan := self.batcher.next_step(Sequence(self._sequence + 1))) is not None:
@@ -185,6 +264,7 @@ class GenerationRun:
             self._admit(stream, answer.reports.fence.generation, answer.reports.fence.epoch)
             for report in answer.reports.reports:
                 self._hear(stream, report)
+            self._note_parked()
             self._pump()
 
     def _hear(self, stream: RankStream, message: pb.StepReport) -> None:

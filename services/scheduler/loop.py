@@ -4,13 +4,16 @@ A generation that is lost takes every request with it: routers are told, and sub
 begins with fresh worker processes and an empty cache. Never decides what runs in a step.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
 import anyio
-from flipmesh.common.v1 import introspection_pb2, layout_pb2
+import anyio.lowlevel
+from flipmesh.common.v1 import introspection_pb2
+from flipmesh.policy.v1 import policy_service_pb2
 from flipmesh.scheduler.v1 import scheduler_service_pb2 as pb
 
 from services.core.ids import LayoutKind, Rank
@@ -18,7 +21,10 @@ from services.core.request import Rejected, RejectReason, Submission
 from services.mesh.codec.common import layout_to_proto
 from services.mesh.log import Log
 from services.mesh.progress import Phase, Progress
+from services.mesh.rpc import Peers
 from services.mesh.settings import DeadlineSettings
+from services.scheduler.advice import PolicyLink, since
+from services.scheduler.flips import FlipResult, Flips
 from services.scheduler.generation_mint import GenerationMint
 from services.scheduler.generation_run import GenerationLostError, GenerationRun
 from services.scheduler.joining import WorkerFinder
@@ -49,8 +55,11 @@ class GroupLoop:
     log: Log
     set_serving: Callable[[bool], Awaitable[None]]
     sessions: Sessions
+    peers: Peers
     run: GenerationRun | None = None
     """The generation that serves; None between two."""
+    flips: Flips | None = None
+    """Its flips."""
     num_joined: int = 0
     """Ranks whose log is open."""
 
@@ -104,6 +113,16 @@ class GroupLoop:
         if self.run is not None:
             self.run.finish(session.inside(request_id), num_output_tokens)
 
+    async def flip(self, target: LayoutKind) -> FlipResult:
+        """A flip by hand, to its end."""
+        if self.flips is None:
+            return FlipResult(None, None, "the group is not ready")
+        try:
+            return await self.flips.ask(target)
+        except asyncio.CancelledError:
+            await anyio.lowlevel.checkpoint_if_cancelled()
+            return FlipResult(None, None, "the generation ended; its requests are submitted again")
+
     def fill_status(self, status: introspection_pb2.GetStatusResponse) -> None:
         """Writes what only the scheduler has."""
         scheduler = status.scheduler
@@ -140,19 +159,34 @@ class GroupLoop:
             deliver=self.sessions.deliver,
             on_finished=self._on_finished,
         )
+        flips = self._flips_of(run)
         self.progress.enter(Phase.WORKING, "every rank to answer RESET", self.deadlines.boot_s)
         try:
-            await run.run(partial(self._on_open, run))
+            await run.run(partial(self._on_open, run, flips))
         except GenerationLostError as error:
             await self._on_lost(run, str(error))
             return str(error)
         finally:
-            self.run, self.num_joined = None, 0
+            self.run, self.flips, self.num_joined = None, None, 0
+            flips.end("the generation ended")
         raise AssertionError("a generation ends by its loss alone")
 
-    async def _on_open(self, run: GenerationRun) -> None:
+    def _flips_of(self, run: GenerationRun) -> Flips:
+        """The generation's flips and its conversation with the policy, which run beside its log."""
+
+        async def follow(wanted: LayoutKind, reason: str) -> None:
+            if wanted is not run.kind:
+                await flips.attempt(wanted, reason)
+
+        link = PolicyLink(self.peers, self.log, lambda: _signal(run, flips), follow)
+        flips = Flips(run, self.peers, self.deadlines, self.log, link.touch)
+        run.on_change = link.touch
+        run.background = (flips.serve, link.run)
+        return flips
+
+    async def _on_open(self, run: GenerationRun, flips: Flips) -> None:
         # No await between the two: a session that opens meanwhile would hear of the group twice.
-        self.run = run
+        self.run, self.flips = run, flips
         self.sessions.tell_all(self._opened(run))
         self.progress.enter(Phase.READY)
         await self.set_serving(True)
@@ -176,8 +210,24 @@ class GroupLoop:
     def _opened(self, run: GenerationRun) -> pb.ServeRequestsResponse:
         return pb.ServeRequestsResponse(
             opened=pb.GroupOpened(
-                fence=layout_pb2.Fence(generation=run.generation, epoch=run.epoch),
+                fence=run.fence_message,
                 layout=layout_to_proto(run.kind),
                 max_context_tokens=self.size.limits.context_tokens,
             )
         )
+
+
+def _signal(run: GenerationRun, flips: Flips) -> policy_service_pb2.AdviseLayoutRequest:
+    """What the policy is told now."""
+    load = run.batcher.load()
+    return policy_service_pb2.AdviseLayoutRequest(
+        fence=run.fence_message,
+        layout=layout_to_proto(run.kind),
+        uncomputed_prefill_tokens=load.uncomputed_prefill_tokens,
+        decode_rows=load.decode_rows,
+        queued_requests=load.queued_requests,
+        free_blocks=load.free_blocks,
+        since_flip_ns=since(flips.began_ns),
+        since_attempt_ns=since(flips.attempted_ns),
+        abandoned_in_a_row=flips.abandoned_in_a_row,
+    )

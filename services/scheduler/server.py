@@ -10,17 +10,26 @@ from collections.abc import AsyncIterator
 import anyio
 import grpc
 import grpc.aio
-from flipmesh.common.v1 import layout_pb2
 from flipmesh.scheduler.v1 import scheduler_service_pb2 as pb
 from flipmesh.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceServicer
 
-from services.mesh.codec.common import layout_to_proto
+from services.core.flip import FlipOutcome
+from services.mesh.codec.common import CodecError, layout_from_proto, layout_to_proto
 from services.mesh.codec.scheduler import submission_from_proto
 from services.scheduler.loop import GroupLoop
 from services.scheduler.sessions import Session
 
 ServeContext = grpc.aio.ServicerContext[pb.ServeRequestsRequest, pb.ServeRequestsResponse]
 FlipContext = grpc.aio.ServicerContext[pb.RequestFlipRequest, pb.RequestFlipResponse]
+
+
+_OUTCOMES = {
+    FlipOutcome.COMMITTED: pb.FLIP_OUTCOME_COMMITTED,
+    FlipOutcome.ABANDONED: pb.FLIP_OUTCOME_ABANDONED,
+    FlipOutcome.RESTORED: pb.FLIP_OUTCOME_RESTORED,
+    None: pb.FLIP_OUTCOME_REFUSED,
+}
+"""A broken flip ends the generation and is answered as refused, with that reason."""
 
 
 class SchedulerServer(SchedulerServiceServicer):
@@ -49,14 +58,19 @@ class SchedulerServer(SchedulerServiceServicer):
     async def RequestFlip(  # noqa: N802 (the proto's name)
         self, request: pb.RequestFlipRequest, context: FlipContext
     ) -> pb.RequestFlipResponse:
-        """Refused, with the layout as it is."""
-        response = pb.RequestFlipResponse(
-            outcome=pb.FLIP_OUTCOME_REFUSED, reason="flips are not armed in this version: set group.layout and restart"
-        )
+        """One flip to its end, or why it was not armed; with the layout as it is then."""
+        try:
+            target = layout_from_proto(request.target, "target")
+        except CodecError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        result = await self._loop.flip(target)
+        response = pb.RequestFlipResponse(outcome=_OUTCOMES[result.outcome], reason=result.reason)
+        if result.flip_id is not None:
+            response.flip_id = result.flip_id
         run = self._loop.run
         if run is not None:
             response.layout = layout_to_proto(run.kind)
-            response.fence.CopyFrom(layout_pb2.Fence(generation=run.generation, epoch=run.epoch))
+            response.fence.CopyFrom(run.fence_message)
         return response
 
     async def _read(self, requests: AsyncIterator[pb.ServeRequestsRequest], session: Session) -> None:

@@ -52,6 +52,7 @@ def make_loop(shell: Shell, size: GroupSize) -> GroupLoop:
         log=shell.log,
         set_serving=shell.server.set_serving,
         sessions=Sessions(),
+        peers=shell.peers,
     )
 
 
