@@ -123,12 +123,15 @@ INLINE void score_panel(const float *q, const float *keys, int64_t dim, float *s
 // gathered so far are to be multiplied by.
 INLINE float soften_row(float *scores, int64_t begin, int64_t end, float softcap, float *row_max, float *row_sum) {
     const int_lanes count = {0, 1, 2, 3, 4, 5, 6, 7};
+    const bool masked = begin > 0 || end < TILE_KEYS;
     lanes top = fill(-INFINITY), total = fill(0.0f);
     for (int i = 0; i < KEY_LANES; i++) {
         lanes s = load(scores + i * LANES);
         if (softcap != 0.0f) s = tanh_lanes(s / softcap) * softcap;
-        int_lanes key = count + i * LANES;
-        s = select_lanes((key >= (int32_t)begin) & (key < (int32_t)end), s, fill(-INFINITY));
+        if (masked) {
+            int_lanes key = count + i * LANES;
+            s = select_lanes((key >= (int32_t)begin) & (key < (int32_t)end), s, fill(-INFINITY));
+        }
         top = max_lanes(top, s);
         store(scores + i * LANES, s);
     }
@@ -159,11 +162,20 @@ INLINE void add_columns(const int rows, const int width, const float *const *val
         int64_t stop = (key / BLOCK_SLOTS + 1) * BLOCK_SLOTS;
         if (stop > end) stop = end;
         for (; key < stop; key++, value += dim, weight++) {
+            // Of parts of values and weights the fewer stay in registers, the others pass through one.
+            lanes part[4];
 #pragma GCC unroll 4
-            for (int w = 0; w < width; w++) {
-                lanes part = load(value + w * LANES);
+            for (int w = 0; w < width; w++) part[w] = load(value + w * LANES);
+            if (rows > width) {
 #pragma GCC unroll 6
-                for (int r = 0; r < rows; r++) total[r][w] += part * weight[r * TILE_KEYS];
+                for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+                    for (int w = 0; w < width; w++) total[r][w] += part[w] * weight[r * TILE_KEYS];
+            } else {
+#pragma GCC unroll 4
+                for (int w = 0; w < width; w++)
+#pragma GCC unroll 6
+                    for (int r = 0; r < rows; r++) total[r][w] += part[w] * weight[r * TILE_KEYS];
             }
         }
     }

@@ -44,9 +44,9 @@ INLINE float sum_lanes(lanes x) {
     return (s[0] + s[2]) + (s[1] + s[3]);
 }
 INLINE float largest_lane(lanes x) {
-    float top = x[0];
-    for (int i = 1; i < LANES; i++) top = x[i] > top ? x[i] : top;
-    return top;
+    x = max_lanes(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
+    x = max_lanes(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5));
+    return x[0] > x[1] ? x[0] : x[1];
 }
 
 // e^x within 2e-7 relative for x in [-87.33, 88]; 0 below (so e^-inf is 0), undefined above 88, NaN stays NaN.
