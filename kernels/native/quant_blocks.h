@@ -69,15 +69,15 @@ INLINE void sums_of_block(const struct format f, const uint8_t *restrict block, 
     }
 }
 
-INLINE void rows_by_sums(const struct format f, const int num_rows, const int num_tokens, int64_t ahead,
-                         const group_sums *x_sums, const struct product *p) {
+INLINE void rows_by_sums(const struct format f, const int num_tokens, int64_t ahead, const group_sums *x_sums,
+                         const struct product *p) {
     vec sums[SUMS_ROWS][SUMS_TOKENS] = {0};
     float minimums[SUMS_ROWS][SUMS_TOKENS] = {0};
     const uint8_t *block = p->matrix.weights;
     int64_t first_group = 0;
     for (int64_t k = 0; k < p->matrix.num_columns; k += f.length, block += f.size_bytes) {
 #pragma GCC unroll 2
-        for (int r = 0; r < num_rows; r++) {
+        for (int r = 0; r < SUMS_ROWS; r++) {
             prefetch(block + r * p->matrix.row_bytes + ahead, f.size_bytes);
             sums_of_block(f, block + r * p->matrix.row_bytes, num_tokens, p->x + k, p->x_stride, first_group, x_sums,
                           sums[r], minimums[r]);
@@ -85,7 +85,7 @@ INLINE void rows_by_sums(const struct format f, const int num_rows, const int nu
         first_group += f.length / f.group;
     }
 #pragma GCC unroll 2
-    for (int r = 0; r < num_rows; r++)
+    for (int r = 0; r < SUMS_ROWS; r++)
         for (int t = 0; t < num_tokens; t++)
             put(p->out + t * p->out_stride + r, sum(sums[r][t]) + minimums[r][t], p->accumulate);
 }
@@ -99,7 +99,9 @@ static void sum_groups(const struct product *p, int group, group_sums *out) {
         }
 }
 
-INLINE void multiply_by_sums(const struct format f, const int num_tokens, const struct product *product) {
+// A row left over at the end is not worth a kernel of its own: it goes through a panel.
+INLINE void multiply_by_sums(const struct format f, unpack_fn *unpack, const int num_tokens,
+                             const struct product *product) {
     group_sums x_sums[SUMS_TOKENS];
     const struct matrix *matrix = &product->matrix;
     struct product p = *product;
@@ -107,14 +109,18 @@ INLINE void multiply_by_sums(const struct format f, const int num_tokens, const 
         p.matrix.num_columns = least(matrix->num_columns - k, SUMS_COLUMNS);
         p.x = product->x + k;
         p.accumulate = product->accumulate || k > 0;
-        int64_t ahead = prefetch_distance(matrix, p.matrix.num_columns / f.length * f.size_bytes), n = 0;
+        int64_t ahead = prefetch_distance(matrix, p.matrix.num_columns / f.length * f.size_bytes);
         if (f.has_minimum) sum_groups(&p, f.group, x_sums);
         p.matrix.weights = matrix->weights + k / f.length * f.size_bytes;
-        for (p.out = product->out; n + SUMS_ROWS <= matrix->num_rows; n += SUMS_ROWS, p.out += SUMS_ROWS) {
-            rows_by_sums(f, SUMS_ROWS, num_tokens, ahead, x_sums, &p);
+        p.out = product->out;
+        int64_t left = matrix->num_rows;
+        for (; left >= SUMS_ROWS; left -= SUMS_ROWS) {
+            rows_by_sums(f, num_tokens, ahead, x_sums, &p);
+            p.out += SUMS_ROWS;
             p.matrix.weights += SUMS_ROWS * matrix->row_bytes;
         }
-        if (n < matrix->num_rows) rows_by_sums(f, 1, num_tokens, ahead, x_sums, &p);
+        p.matrix.num_rows = left;
+        if (left > 0) multiply_panels(unpack, (struct block_layout){f.length, f.size_bytes}, &p);
     }
 }
 
@@ -167,7 +173,9 @@ INLINE void rows_by_weights(const struct format f, const int num_rows, const int
     for (int r = 0; r < num_rows; r++) put_sums(sums[r], num_tokens, p, p->out + r);
 }
 
-INLINE void multiply_by_weights(const struct format f, const int num_tokens, const struct product *product) {
+// Rows left over at the end are too few to be worth a kernel of their own: they go through a panel.
+INLINE void multiply_by_weights(const struct format f, unpack_fn *unpack, const int num_tokens,
+                                const struct product *product) {
     const int most_rows = WEIGHTS_SUMS / num_tokens;
     const int num_rows = most_rows >= 4 && WEIGHTS_ROWS >= 4 ? 4 : most_rows >= 2 ? 2 : 1;
     const int max_columns = WEIGHTS_X / num_tokens / 256 * 256;
@@ -180,17 +188,14 @@ INLINE void multiply_by_weights(const struct format f, const int num_tokens, con
         p.out = product->out;
         p.accumulate = product->accumulate || k > 0;
         int64_t ahead = prefetch_distance(matrix, p.matrix.num_columns / f.length * f.size_bytes);
-        for (int64_t left = matrix->num_rows; left > 0;) {
-            bool whole = left >= num_rows;
-            if (whole)
-                rows_by_weights(f, num_rows, num_tokens, ahead, &p);
-            else
-                rows_by_weights(f, 1, num_tokens, ahead, &p);
-            const int done = whole ? num_rows : 1;
-            left -= done;
-            p.out += done;
-            p.matrix.weights += done * matrix->row_bytes;
+        int64_t left = matrix->num_rows;
+        for (; left >= num_rows; left -= num_rows) {
+            rows_by_weights(f, num_rows, num_tokens, ahead, &p);
+            p.out += num_rows;
+            p.matrix.weights += num_rows * matrix->row_bytes;
         }
+        p.matrix.num_rows = left;
+        if (left > 0) multiply_panels(unpack, (struct block_layout){f.length, f.size_bytes}, &p);
     }
 }
 #endif

@@ -60,8 +60,8 @@ INLINE vec lanes_decoded(const uint8_t *block, const struct decoded *decoded, in
     FORMAT(q5_k, 13, {decode_q5_k, lanes_decoded, 256, 176, 32, 0, true})                  \
     FORMAT(q6_k, 14, {decode_q6_k, lanes_decoded, 256, 210, 16, 0, false})
 
-#define BY_SUMS(n) case n: multiply_by_sums(format, n, p); break;
-#define BY_WEIGHTS(n) case n: multiply_by_weights(format, n, p); break;
+#define BY_SUMS(n) case n: multiply_by_sums(format, unpack, n, p); break;
+#define BY_WEIGHTS(n) case n: multiply_by_weights(format, unpack, n, p); break;
 #if WEIGHTS_TOKENS == 0
 #define FEW_TOKENS BY_SUMS(1)
 #elif SUMS_TOKENS == 1
@@ -77,9 +77,10 @@ INLINE vec lanes_decoded(const uint8_t *block, const struct decoded *decoded, in
     }                                                                                                           \
     static void multiply_##name(const struct product *p) {                                                      \
         const struct format format = __VA_ARGS__;                                                               \
+        unpack_fn *const unpack = unpack_##name;                                                                \
         switch (p->num_tokens) {                                                                                \
             FEW_TOKENS                                                                                          \
-            default: multiply_panels(unpack_##name, (struct block_layout){format.length, format.size_bytes}, p); \
+            default: multiply_panels(unpack, (struct block_layout){format.length, format.size_bytes}, p);       \
         }                                                                                                       \
     }
 QUANTISED_FORMATS(DEFINE_QUANTISED)
