@@ -29,7 +29,7 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt $(BUILT)
 		{ echo "flipmesh builds one C extension: install Python's headers (Debian: apt install python3-dev)"; exit 1; }
 	@echo "installing into $(VENV) (a minute or two) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@test -z "$(TORCH_INDEX)" || $(PIP) install -q -c constraints.txt --index-url $(TORCH_INDEX) torch
+	@test -z "$(TORCH_INDEX)" || $(PIP) install -q -c constraints.txt --no-deps --index-url $(TORCH_INDEX) torch
 	@$(PIP) install -q -c constraints.txt -e '.[worker,dev]' >$(VENV)/install.log 2>&1 || { cat $(VENV)/install.log; exit 1; }
 	@touch $@
 

@@ -22,11 +22,15 @@ FLIP_MARGIN_S = 10.0
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds `flip` and `policy` to the command line."""
     flip = subparsers.add_parser("flip", help="change the layout now; exit 0 only on a commit")
-    flip.add_argument("target", choices=[kind.value for kind in LayoutKind])
+    flip.add_argument("target", choices=[kind.value for kind in LayoutKind], help="pp for prompts, tp for generation")
     add_common(flip)
     flip.set_defaults(run=lambda arguments: asyncio.run(_flip(arguments)))
     policy = subparsers.add_parser("policy", help="who decides on flips from now on")
-    policy.add_argument("mode", choices=list(MODE_NAMES))
+    policy.add_argument(
+        "mode",
+        choices=list(MODE_NAMES),
+        help="auto: the policy flips when it pays; manual: only `flipmesh flip` does; pp, tp: go there and stay",
+    )
     add_common(policy)
     policy.set_defaults(run=lambda arguments: asyncio.run(_policy(arguments)))
 

@@ -67,7 +67,9 @@ class FetchError(Exception):
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds `fetch` to the command line."""
-    parser = subparsers.add_parser("fetch", help="bring a model into the cache", description=(__doc__ or "").strip())
+    parser = subparsers.add_parser(
+        "fetch", help="bring a model into the cache", description=(__doc__ or "").split("\n\n")[0]
+    )
     parser.add_argument("name", nargs="?", help="a model of the catalogue; without it the default one")
     parser.add_argument("--list", action="store_true", help="show the catalogue and what is fetched")
     parser.set_defaults(run=run)

@@ -19,7 +19,7 @@ MARKS = {"park": ".", "assemble": "a", "gate": "g", "work": "W", "outcome": "o",
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds `flips` to the command line."""
     parser = subparsers.add_parser("flips", help="the last flips, what each rank did when")
-    parser.add_argument("--last", type=int, default=5, help="how many (default 5; 0: all that are kept)")
+    parser.add_argument("--last", type=int, default=5, metavar="N", help="how many (default 5; 0: all that are kept)")
     add_common(parser)
     parser.set_defaults(run=lambda arguments: asyncio.run(_run(arguments)))
 

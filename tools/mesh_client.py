@@ -45,7 +45,7 @@ class MeshClient:
         if not socket.exists():
             raise NotRunningError(
                 f"{process_name(service, rank)} is not running: no socket at {socket}. Start the mesh with "
-                "`make serve` or `honcho start`, or name its configuration with FLIPMESH_CONFIG"
+                "`make serve` or `honcho start`, or name its configuration with --config or FLIPMESH_CONFIG"
             )
         if str(socket) not in self._channels:
             self._channels[str(socket)] = grpc.aio.insecure_channel(f"unix:{socket}", options=CHANNEL_OPTIONS)
@@ -70,5 +70,7 @@ async def mesh_client(config: Path | None) -> AsyncIterator[MeshClient]:
 
 def add_common(parser: argparse.ArgumentParser) -> None:
     """The options that every command on a running mesh takes."""
-    parser.add_argument("--config", type=Path, default=None, help="the deployment's TOML (default: FLIPMESH_CONFIG)")
+    parser.add_argument(
+        "--config", type=Path, default=None, metavar="FILE", help="the deployment's TOML (default: FLIPMESH_CONFIG)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")

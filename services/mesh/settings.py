@@ -41,6 +41,7 @@ class GroupSettings:
     layout: LayoutKind = LayoutKind.TP
     mode: Literal["shared"] = "shared"
     carrier: Literal["shm", "gloo"] = "shm"
+    gloo_rendezvous: str = "127.0.0.1:0"
     device: Literal["cpu"] = "cpu"
     threads_per_rank: int = ranged(1, 1, 256)
     pp_layers: tuple[int, ...] | None = ranged(None, 0, 100_000)
@@ -122,7 +123,6 @@ class RouterSettings:
     api_key: str | None = field(default=None, repr=False)
     max_request_bytes: int = ranged(8_388_608, 1024, MAX_MESSAGE_BYTES // 2)
     max_open_requests: int = ranged(512, 1, 1_000_000)
-    default_max_tokens: int = ranged(512, 1, 16_777_216)
     max_choices: int = ranged(16, 1, 1024)
     max_stop_strings: int = ranged(16, 1, 1024)
     max_top_logprobs: int = ranged(20, 0, 100)
@@ -258,6 +258,14 @@ def load_settings(path: Path | None = None) -> Settings:
 
 
 def _all_contradictions(settings: Settings) -> Iterator[str]:
-    for table in (settings.group, settings.pool, settings.scheduler, settings.deadlines, settings.telemetry):
+    tables = (
+        settings.group,
+        settings.pool,
+        settings.scheduler,
+        settings.policy,
+        settings.deadlines,
+        settings.telemetry,
+    )
+    for table in tables:
         yield from table.contradictions()
     yield from settings.contradictions()

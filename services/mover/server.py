@@ -78,6 +78,7 @@ class Mover(MoverServiceServicer):
         record = self._history.get(key) or self._history.open(key, request, self._group.num_ranks, time.time_ns())
         if decided is not None:
             record.state, record.reason = outcome_to_proto(decided.outcome), decided.reason
+            self._count(record)
             yield pb.RunFlipResponse(flip_id=key[1], state=record.state, reason=record.reason)
             return
         self._attempt = Attempt(request, record, self._group, self._journal)

@@ -226,12 +226,13 @@ class Flips:
 
     async def _outcome(self, request: pb.RunFlipRequest) -> tuple[FlipOutcome, str]:
         """The mover's word, asked for again while its stream breaks."""
-        gave_up_s = time.monotonic() + MOVER_ABSENT_S
+        gives_up_s: float | None = None
         while True:
             outcome, reason = await self._ask(request)
             if outcome is not None:
                 return outcome, reason
-            left_s = gave_up_s - time.monotonic()
+            gives_up_s = gives_up_s or time.monotonic() + MOVER_ABSENT_S
+            left_s = gives_up_s - time.monotonic()
             if left_s <= 0:
                 return FlipOutcome.ABANDONED, f"no mover for {MOVER_ABSENT_S:g} s: {reason}"
             await anyio.sleep(ASK_AGAIN_S)

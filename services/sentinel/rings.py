@@ -14,7 +14,7 @@ TAIL_RECORDS = 512
 class RingReader:
     """One rank's ring, mapped again whenever the rank has made a new one."""
 
-    __slots__ = ("_buffer", "_header", "_inode", "_path", "rank")
+    __slots__ = ("_buffer", "_header", "_inode", "_path", "_was_alive", "rank")
 
     def __init__(self, path: Path, rank: int) -> None:
         self.rank = rank
@@ -22,14 +22,18 @@ class RingReader:
         self._inode: int | None = None
         self._buffer: mmap.mmap | None = None
         self._header: RingHeader | None = None
+        self._was_alive = False
 
     def view(self, max_records: int = TAIL_RECORDS) -> RankView | None:
-        """The rank now, or None while it has made no ring."""
+        """The rank now, or None while it has made no ring; a ring that only a dead process ever had is none."""
         self._remap()
         if self._buffer is None or self._header is None:
             return None
-        tail = tuple(read_tail(memoryview(self._buffer), max_records))
-        return RankView(self.rank, process_state(self._header), tail)
+        state = process_state(self._header)
+        self._was_alive |= state is not ProcessState.LOST
+        if not self._was_alive:
+            return None
+        return RankView(self.rank, state, tuple(read_tail(memoryview(self._buffer), max_records)))
 
     def _remap(self) -> None:
         try:
@@ -43,7 +47,7 @@ class RingReader:
                 return
             buffer = mmap.mmap(file.fileno(), RING_BYTES, prot=mmap.PROT_READ)
         self._header = unpack_header(memoryview(buffer))
-        self._inode, self._buffer = inode, buffer
+        self._inode, self._buffer, self._was_alive = inode, buffer, False
 
 
 def process_state(header: RingHeader) -> ProcessState:

@@ -74,11 +74,28 @@ def build_rig(settings: Settings, rank: Rank, fds: Mapping[str, int], ring: Ring
     cut = cut_within_blocks(files.geometry, files.tensors, layouts.values())
     store = WeightStore(files, fds["weights"], cut)
     num_expanded = store.expand(rank, group.num_ranks)
-    region = open_region(fds["flags"], region_shape(settings, files.geometry.hidden_size))
-    carrier = ShmCarrier(region, rank)
+    carrier = open_carrier(settings, rank, fds["flags"], files.geometry.hidden_size)
     runner = Runner(rank, files.geometry, store, layouts, carrier, fds["pool"], runner_limits(settings, files), ring)
     settle()
     return Rig(rank, files, store, layouts, carrier, runner, time.perf_counter_ns() - began_ns, num_expanded)
+
+
+def open_carrier(settings: Settings, rank: Rank, flags_fd: int, hidden_size: int) -> Carrier:
+    """The data plane that the settings name.
+
+    Raises:
+        ConfigurationError: the ranks cannot meet.
+    """
+    group = settings.group
+    if group.carrier == "shm":
+        return ShmCarrier(open_region(flags_fd, region_shape(settings, hidden_size)), rank)
+    # Only here: torch's distributed package costs a start that does not use it half a second.
+    from services.worker.gloo_carrier import GlooBounds, GlooCarrier
+    from services.worker.rendezvous import meet
+
+    address, store = meet(flags_fd, rank, group.gloo_rendezvous, settings.deadlines.boot_s)
+    bounds = GlooBounds(max_rows=settings.scheduler.max_resident_requests, num_board_steps=2 * MAX_UNREAD_STEPS)
+    return GlooCarrier(address, rank, group.num_ranks, group.num_ranks - 1, bounds, store)
 
 
 def runner_limits(settings: Settings, files: ModelFiles) -> RunnerLimits:

@@ -90,6 +90,12 @@ class _Call:
         return timedelta(seconds=max(0.001, self.until - time.monotonic()))
 
 
+def listen(host: str, port: int) -> TCPStore:
+    """Rank 0's store, in which the group meets; port 0 takes a free one. RuntimeError where it cannot be bound."""
+    deadline = timedelta(seconds=DEFAULT_DEADLINE_S)
+    return TCPStore(host, port, is_master=True, timeout=deadline, wait_for_workers=False)
+
+
 class _Lane:
     """One daemon thread that runs calls in order, so that a caller can leave one behind."""
 
@@ -119,13 +125,24 @@ class _Lane:
 class GlooCarrier:
     """Implements Carrier over gloo. The sampling rank alone publishes tokens."""
 
-    def __init__(self, address: GlooAddress, rank: int, num_ranks: int, sampling_rank: int, bounds: GlooBounds) -> None:
-        """Meets the group within the default deadline; RuntimeError or a store error where it cannot."""
+    def __init__(
+        self,
+        address: GlooAddress,
+        rank: int,
+        num_ranks: int,
+        sampling_rank: int,
+        bounds: GlooBounds,
+        store: TCPStore | None = None,
+    ) -> None:
+        """Meets the group within the default deadline; RuntimeError or a store error where it cannot.
+
+        `store` is rank 0's, where it listens already (`listen`).
+        """
         self.rank = rank
         self.num_ranks = num_ranks
         self._sampling_rank = sampling_rank
         self._bounds = bounds
-        self._store = self._connect(address, rank == 0)
+        self._store = store or self._connect(address, rank == 0)
         # Torch's stubs leave out most of what a gloo group has.
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()

@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.core.ids import LayoutKind
 from services.core.request import Finished, FinishReason, Rejected, RejectReason
+from services.mesh.codec.common import layout_to_proto
 from services.mesh.log import Log
 from services.mesh.log_files import PatientOutput
 from services.mesh.log_line import Level
@@ -266,13 +267,16 @@ async def test_a_router_that_does_not_read_is_cut(tmp_path: Path, log: Log, monk
         assert other.output("b") == answer(PROMPT, 5)
 
 
-async def test_flips_are_refused_with_the_layout_as_it_is(tmp_path: Path, log: Log) -> None:
+async def test_a_flip_to_the_layout_already_there_is_refused_with_the_layout_as_it_is(tmp_path: Path, log: Log) -> None:
     async with running_group(tmp_path, log) as group:
         await group.joined()
         stub = SchedulerServiceStub(group.peers.channel("scheduler"))
-        response = await stub.RequestFlip(pb.RequestFlipRequest())
-        assert response.outcome == pb.FLIP_OUTCOME_REFUSED and "not armed" in response.reason
-        assert response.fence.epoch == 1
+        kind = layout_to_proto(group.loop.kind)
+        response = await stub.RequestFlip(pb.RequestFlipRequest(target=kind))
+        assert (response.outcome, response.layout, response.fence.epoch) == (pb.FLIP_OUTCOME_REFUSED, kind, 1)
+        assert "already" in response.reason
+        with pytest.raises(grpc.aio.AioRpcError, match="target: layout number 0"):
+            await stub.RequestFlip(pb.RequestFlipRequest())
 
 
 async def test_metrics_count_what_was_done(tmp_path: Path, log: Log) -> None:

@@ -175,6 +175,7 @@ class ToyGroup:
             log=log,
             set_serving=self.server.set_serving,
             sessions=Sessions(),
+            peers=self.peers,
         )
         self.introspection.report(self.loop.fill_status)
 
