@@ -106,13 +106,6 @@ class WorkerServer(WorkerServiceServicer):
         worker.compute_ns_total, worker.wait_ns_total = runner.compute_ns, runner.waited_ns
 
 
-async def _refuse_flips(context: JoinContext) -> None:
-    await context.abort(
-        grpc.StatusCode.UNIMPLEMENTED,
-        "this worker takes no part in flips: in shared mode layouts change by COMMIT entries of the log alone",
-    )
-
-
 async def serve(shell: Shell) -> None:
     """The life of a rank, from its settings to the end of its log."""
     if shell.identity.rank is None:
