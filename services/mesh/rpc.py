@@ -106,7 +106,7 @@ def translate(error: grpc.aio.AioRpcError, what: str) -> MeshError:
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceededError(f"{text}; the peer may be busy or stopped: see its status before asking again")
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-        return PeerLostError(f"{text}; its supervisor starts it again: wait for it with Peers.reach")
+        return PeerLostError(f"{text}; its supervisor starts it again")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "message" in details.lower():
         return MessageTooLargeError(f"{text}; the bound is {limits.MAX_MESSAGE_BYTES} bytes: refuse what made it")
     if code is grpc.StatusCode.ABORTED:

@@ -142,6 +142,11 @@ class PolicySettings:
     min_dwell_s: float = ranged(3.0, 0.0, 3600.0)
     rest_s: float = ranged(30.0, 0.0, 86_400.0)
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether one layout is kept."""
+        return self.mode in ("pp", "tp")
+
     def contradictions(self) -> Iterator[str]:
         """Yields what in this table cannot hold together."""
         if self.release_threshold_tokens >= self.prefill_threshold_tokens:

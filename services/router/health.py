@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import anyio
 from flipmesh.common.v1 import introspection_pb2 as pb
 from flipmesh.common.v1.introspection_pb2_grpc import IntrospectionServiceStub
+from flipmesh.sentinel.v1.sentinel_service_pb2 import ListVerdictsRequest
+from flipmesh.sentinel.v1.sentinel_service_pb2_grpc import SentinelServiceStub
 
 from services.core.ids import Generation, Rank
 from services.mesh.errors import MeshError
@@ -58,10 +60,13 @@ class ProcessWatch:
         self._stepped_s = clock()
         self.scheduler: pb.GetStatusResponse | None = None
         """Its last answer."""
+        self.findings: tuple[str, ...] = ()
+        """What the sentinel says is wrong now; empty while it is silent: its own loss is no ailment of serving."""
 
     async def run(self) -> None:
         """Asks until cancelled."""
         async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._ask_sentinel)
             for place in self.places:
                 tasks.start_soon(self._ask_again_and_again, place)
 
@@ -79,6 +84,16 @@ class ProcessWatch:
             # Silence is what is counted; why it is silent stands in that process's log.
             with suppress(MeshError):
                 self.hear(place, await unary(stub.GetStatus, pb.GetStatusRequest(), timeout_s=ASK_TIMEOUT_S))
+            await anyio.sleep(ASK_INTERVAL_S)
+
+    async def _ask_sentinel(self) -> None:
+        stub = SentinelServiceStub(self._peers.channel("sentinel"))
+        while True:
+            try:
+                answer = await unary(stub.ListVerdicts, ListVerdictsRequest(), timeout_s=ASK_TIMEOUT_S)
+                self.findings = tuple(verdict.statement for verdict in answer.verdicts)
+            except MeshError:
+                self.findings = ()
             await anyio.sleep(ASK_INTERVAL_S)
 
     def hear(self, place: Place, status: pb.GetStatusResponse) -> None:
@@ -115,6 +130,7 @@ class Health:
             if (silence_s := self._watch.silence_s(place)) > SILENT_S:
                 since = f"for {silence_s:.1f} s" if silence_s < float("inf") else "yet"
                 yield f"{process_name(*place)} was not heard {since}"
+        yield from self._watch.findings
         if self._client.group is None:
             yield f"waiting for {self._client.waiting_for}"
         elif (idle_s := self._watch.idle_s()) > self._step_s:

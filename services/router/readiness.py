@@ -1,20 +1,25 @@
-"""Proves each generation of the group by using it: one short greedy generation through the whole path.
+"""Proves each generation of the group by using it: one short greedy generation through the whole path, in each layout.
 
-An instance can boot, answer every question about itself and never generate; only a token says that it does.
+An instance can boot, answer every question about itself and never generate; only a token says that it does. A layout
+that is never entered needs no proof; a flip that does not come about is said and does not keep clients waiting.
 """
 
 import asyncio
 import secrets
+from collections.abc import Awaitable, Callable
 
 import anyio
 
-from services.core.ids import RequestId, TokenId
+from services.core.ids import LayoutKind, RequestId, TokenId
 from services.core.request import SamplingParams, Submission
 from services.mesh.log import Log
 from services.router.health import Health
 from services.router.scheduler_client import OpenGroup, SchedulerClient
 from services.router.served_model import ServedModel
 from services.router.sessions import Choice
+
+FlipTo = Callable[[LayoutKind], Awaitable[str | None]]
+"""Flips, and says why not where it did not."""
 
 PROBE_TEXT = "Hello"
 PROBE_TOKENS = 2
@@ -27,9 +32,18 @@ class Readiness:
     """Runs the probe at boot and after each new generation, and again until it succeeds. `probe_s` bounds one try."""
 
     def __init__(
-        self, model: ServedModel, client: SchedulerClient, health: Health, log: Log, *, probe_s: float
+        self,
+        model: ServedModel,
+        client: SchedulerClient,
+        health: Health,
+        log: Log,
+        flip_to: FlipTo | None,
+        *,
+        probe_s: float,
     ) -> None:
+        """`flip_to` None: this deployment stays in one layout."""
         self._model, self._client, self._health, self._log = model, client, health, log
+        self._flip_to = flip_to
         self._probe_s = probe_s
 
     async def run(self) -> None:
@@ -40,7 +54,7 @@ class Readiness:
             if group is None or group.generation == self._health.served_generation:
                 await self._client.wait_for_change()
                 again_s = AGAIN_MIN_S
-            elif (failure := await self._probe()) is None:
+            elif (failure := await self._prove(group)) is None:
                 self._serve(group)
             else:
                 self._log.warning("probe-failed", generation=group.generation, reason=failure, again_in_s=again_s)
@@ -52,6 +66,20 @@ class Readiness:
         if self._client.group is not None and self._client.group.generation == group.generation:
             self._health.served_generation = group.generation
             self._log.info("ready", generation=group.generation, layout=group.layout.value)
+
+    async def _prove(self, group: OpenGroup) -> str | None:
+        """None if every layout generated, else what failed."""
+        failure = await self._probe()
+        if failure is not None or self._flip_to is None:
+            return failure
+        refused = await self._flip_to(group.layout.other)
+        if refused is not None:
+            self._log.warning("layout-not-proved", layout=group.layout.other.value, reason=refused)
+            return None
+        failure = await self._probe()
+        if (refused := await self._flip_to(group.layout)) is not None:
+            self._log.warning("layout-not-restored", layout=group.layout.value, reason=refused)
+        return failure
 
     async def _probe(self) -> str | None:
         """None if tokens came, else why they did not."""

@@ -13,9 +13,15 @@ from flipmesh.router.v1.inference_service_pb2_grpc import (
     add_AdminServiceServicer_to_server,
     add_InferenceServiceServicer_to_server,
 )
+from flipmesh.scheduler.v1 import scheduler_service_pb2
+from flipmesh.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
+from services.core.ids import LayoutKind
+from services.mesh.codec.common import layout_to_proto
+from services.mesh.errors import MeshError
 from services.mesh.model_files import ModelFiles, open_model
 from services.mesh.progress import Phase
+from services.mesh.rpc import unary
 from services.mesh.settings import Settings
 from services.mesh.shell import Shell
 from services.mesh.state_paths import write_atomically
@@ -110,7 +116,8 @@ def build(shell: Shell, model: ServedModel, max_context_tokens: int) -> Router:
         api_key=wanted.api_key,
     )
     _add_grpc(shell, inference, bounds, admission)
-    readiness = Readiness(model, client, health, shell.log, probe_s=deadlines.step_s)
+    flip_to = None if settings.policy.is_pinned else partial(_flip_to, shell, _flip_bound_s(settings))
+    readiness = Readiness(model, client, health, shell.log, flip_to, probe_s=deadlines.step_s)
     server = HttpServer(front.app())
     return Router(model, bounds, admission, client, inference, watch, health, readiness, server, metrics)
 
@@ -133,17 +140,31 @@ def _add_grpc(shell: Shell, inference: Inference, bounds: RequestBounds, admissi
     services = inference_service_pb2.DESCRIPTOR.services_by_name
     servicer = InferenceServicer(inference, bounds, shell.settings.router.api_key)
     shell.server.add(add_InferenceServiceServicer_to_server, servicer, services["InferenceService"])
-    deadlines = shell.settings.deadlines
 
     def drain(why: str) -> int:
         admission.close(why)
         shell.log.info("draining", open=admission.num_open_requests)
         return admission.num_open_requests
 
-    # A flip waits for the park, then for its rounds; the scheduler has its own, shorter bounds for each.
-    flip_s = 2 * deadlines.park_s + deadlines.collective_s
-    admin = AdminServicer(shell.peers.channel("scheduler"), drain, flip_s=flip_s)
+    admin = AdminServicer(shell.peers.channel("scheduler"), drain, flip_s=_flip_bound_s(shell.settings))
     shell.server.add(add_AdminServiceServicer_to_server, admin, services["AdminService"])
+
+
+def _flip_bound_s(settings: Settings) -> float:
+    """A flip waits for the park, for presence and for the data plane; the mover has a clock for each."""
+    deadlines = settings.deadlines
+    return deadlines.park_s + deadlines.presence_s + deadlines.flip_data_plane_s + 2 * deadlines.rpc_s
+
+
+async def _flip_to(shell: Shell, bound_s: float, target: LayoutKind) -> str | None:
+    """Asks the scheduler for a flip; None on a commit, else why there was none."""
+    stub = SchedulerServiceStub(shell.peers.channel("scheduler"))
+    request = scheduler_service_pb2.RequestFlipRequest(target=layout_to_proto(target))
+    try:
+        answer = await unary(stub.RequestFlip, request, timeout_s=bound_s)
+    except MeshError as error:
+        return str(error)
+    return None if answer.outcome == scheduler_service_pb2.FLIP_OUTCOME_COMMITTED else answer.reason
 
 
 async def serve(shell: Shell, router: Router, bound: socket.socket) -> None:
