@@ -107,8 +107,9 @@ class FlipParticipant:
         return [StartWork(entry.flip_id)]
 
     def _stand_down(self, event: DisarmReceived) -> Effects:
-        self._own(event.flip_id)
-        self.state = ParticipantState.PARKED
+        # A later attempt may be called off while the outcome of this one is still on its way in the log.
+        if event.flip_id == self.flip_id:
+            self.state = ParticipantState.PARKED
         return []
 
     def _await_outcome(self, _event: DisarmReceived) -> Effects:

@@ -246,6 +246,16 @@ def test_a_message_of_another_attempt_is_an_error() -> None:
         participant(ENTRY, AssembleReceived(FlipId(8), 1))
 
 
+@pytest.mark.parametrize("events", [(ENTRY,), (ENTRY, AssembleReceived(FLIP, 1))])
+def test_a_later_attempt_may_be_called_off_before_the_outcome_of_this_one_is_read(
+    events: tuple[ParticipantEvent, ...],
+) -> None:
+    rank = participant(*events)
+    state = rank.state
+    assert rank.on_event(DisarmReceived(FlipId(FLIP + 1))) == []
+    assert (rank.state, rank.flip_id) == (state, FLIP)
+
+
 def test_failure_is_said_again_after_a_reconnect() -> None:
     rank = participant(ENTRY, AssembleReceived(FLIP, 1), EnterReceived(FLIP, 1), WorkFailed("checksum", restored=True))
     assert rank.on_event(MoverConnected()) == [SayFailed(FLIP, "checksum", True)]
