@@ -27,10 +27,13 @@ from services.core.flip import (
 from services.core.flip_coordinator import CoordinatorState, FlipCoordinator
 from services.core.ids import FlipId, Generation
 from services.mesh.codec.flip import command_to_proto, outcome_to_proto
+from services.mover.history import settle
 from services.mover.journal import Armed, Concluded, Entered, FlipKey, Journal
 
 MAX_EVENTS = 1024
 """Events of one attempt that wait to be handled; ranks say a handful each."""
+BEAT_S = 2.0
+"""An attempt that waits says so this often: its scheduler tells a mover that waits from one that is stopped."""
 
 _STATES = {
     CoordinatorState.ARMED: pb.FLIP_STATE_ARMED,
@@ -79,20 +82,23 @@ class Attempt:
         """Yields progress, then the outcome."""
         yield self._response(_STATES[self._coordinator.state])
         while (concluded := self._coordinator.outcome) is None:
-            before = self._coordinator.state
-            await self._carry_out(self._coordinator.on_event(await self._next_event(), time.monotonic_ns()))
-            if self._coordinator.state is not before and self._coordinator.outcome is None:
+            before, event = self._coordinator.state, await self._next_event()
+            if event is not None:
+                await self._carry_out(self._coordinator.on_event(event, time.monotonic_ns()))
+            if (event is None or self._coordinator.state is not before) and self._coordinator.outcome is None:
                 yield self._response(_STATES[self._coordinator.state])
         yield self._response(
             outcome_to_proto(concluded.outcome), concluded.reason, concluded.bytes_moved, concluded.rows_moved
         )
 
-    async def _next_event(self) -> CoordinatorEvent:
+    async def _next_event(self) -> CoordinatorEvent | None:
+        """The next thing that happens; None where nothing did for a beat."""
         deadline_ns = self._coordinator.deadline_ns
-        left_s = None if deadline_ns is None else max(0.0, (deadline_ns - time.monotonic_ns()) * 1e-9)
-        with anyio.move_on_after(left_s):
+        assert deadline_ns is not None, "a clock runs until the attempt ends"
+        left_s = max(0.0, (deadline_ns - time.monotonic_ns()) * 1e-9)
+        with anyio.move_on_after(min(left_s, BEAT_S)):
             return await self._events.receive()
-        return DeadlineReached()
+        return DeadlineReached() if left_s <= BEAT_S else None
 
     async def _carry_out(self, effects: list[CoordinatorEffect]) -> None:
         for effect in effects:
@@ -103,14 +109,13 @@ class Attempt:
                     await self._group.send(command_to_proto(effect, self._request.fence, self.key[1]))
                 case Conclude():
                     self._journal.append(Concluded(self.key, effect.outcome, effect.reason))
-                    self._settle(effect)
-
-    def _settle(self, concluded: Conclude) -> None:
-        self._record.state = outcome_to_proto(concluded.outcome)
-        self._record.reason = concluded.reason
-        self._record.concluded_unix_ns = time.time_ns()
-        self._record.bytes_moved = concluded.bytes_moved
-        self._record.rows_moved = concluded.rows_moved
+                    settle(
+                        self._record,
+                        effect.outcome,
+                        effect.reason,
+                        bytes_moved=effect.bytes_moved,
+                        rows_moved=effect.rows_moved,
+                    )
 
     def _response(
         self, state: "pb.FlipState.ValueType", reason: str = "", bytes_moved: int = 0, rows_moved: int = 0

@@ -1,11 +1,14 @@
 """What each flip did when: kept for `ListFlips` and turned into a trace. Decides nothing; bounded."""
 
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
 from flipmesh.mover.v1 import mover_service_pb2 as pb
 from flipmesh.worker.v1 import worker_service_pb2
 
+from services.core.flip import FlipOutcome
+from services.mesh.codec.flip import outcome_to_proto
 from services.mover.journal import FlipKey
 
 KEEP_FLIPS = 256
@@ -16,6 +19,8 @@ class History:
 
     def __init__(self) -> None:
         self._records: OrderedDict[FlipKey, pb.FlipRecord] = OrderedDict()
+        self._carried_none: set[FlipKey] = set()
+        """Flips of an empty group: nobody computed, so nothing was paused."""
 
     def open(self, key: FlipKey, request: pb.RunFlipRequest, num_ranks: int, armed_unix_ns: int) -> pb.FlipRecord:
         """Begins the record of an attempt."""
@@ -30,7 +35,7 @@ class History:
         )
         self._records[key] = record
         while len(self._records) > KEEP_FLIPS:
-            self._records.popitem(last=False)
+            self._carried_none.discard(self._records.popitem(last=False)[0])
         return record
 
     def get(self, key: FlipKey) -> pb.FlipRecord | None:
@@ -42,12 +47,41 @@ class History:
         records = list(reversed(self._records.values()))
         return records[:max_flips] if max_flips else records
 
+    def note(self, key: FlipKey, message: worker_service_pb2.JoinFlipResponse) -> None:
+        """Writes what a rank said about its times into the record, where there is one."""
+        record = self.get(key)
+        if record is None or message.rank >= len(record.ranks):
+            return
+        _note(record.ranks[message.rank], message)
+        if key not in self._carried_none:
+            _settle_pause(record)
 
-def note(record: pb.FlipRecord, message: worker_service_pb2.JoinFlipResponse) -> None:
-    """Writes what a rank said about its times into the record."""
-    if message.rank >= len(record.ranks):
-        return
-    steps = record.ranks[message.rank]
+    def report(self, key: FlipKey, request: pb.ReportCarryRequest) -> pb.FlipRecord | None:
+        """Completes the record by what the scheduler saw of the requests; the record, while it is kept."""
+        record = self.get(key)
+        if record is None:
+            return None
+        record.num_carried_requests = request.num_carried_requests
+        record.num_partly_prefilled = request.num_partly_prefilled
+        record.num_live_blocks = request.num_live_blocks
+        if request.HasField("longest_token_gap_ns"):
+            record.longest_token_gap_ns = request.longest_token_gap_ns
+        if request.num_carried_requests == 0:
+            self._carried_none.add(key)
+            record.ClearField("pause_ns")
+        return record
+
+
+def settle(
+    record: pb.FlipRecord, outcome: FlipOutcome, reason: str, *, bytes_moved: int = 0, rows_moved: int = 0
+) -> None:
+    """Writes the outcome into the record."""
+    record.state, record.reason = outcome_to_proto(outcome), reason
+    record.concluded_unix_ns = time.time_ns()
+    record.bytes_moved, record.rows_moved = bytes_moved, rows_moved
+
+
+def _note(steps: pb.RankSteps, message: worker_service_pb2.JoinFlipResponse) -> None:
     match message.WhichOneof("event"):
         case "parked":
             steps.parked_unix_ns = message.parked.parked_unix_ns
@@ -65,7 +99,6 @@ def note(record: pb.FlipRecord, message: worker_service_pb2.JoinFlipResponse) ->
         case "resumed":
             steps.switched_unix_ns = message.resumed.switched_unix_ns
             steps.first_step_unix_ns = message.resumed.first_step_unix_ns
-            _settle_pause(record)
         case _:
             pass
 
@@ -76,8 +109,3 @@ def _settle_pause(record: pb.FlipRecord) -> None:
     begun = [steps.first_step_unix_ns for steps in record.ranks if steps.HasField("first_step_unix_ns")]
     if ended and begun:
         record.pause_ns = max(0, min(begun) - max(ended))
-
-
-def is_whole(record: pb.FlipRecord) -> bool:
-    """Whether every rank has gone on: nothing more will come."""
-    return all(steps.HasField("first_step_unix_ns") for steps in record.ranks)

@@ -23,7 +23,7 @@ from services.mesh.metrics import Metrics
 from services.mesh.rpc import Peers
 from services.mover.attempts import Attempt, Group, decide_again
 from services.mover.early import EarlyEvents
-from services.mover.history import History, note
+from services.mover.history import History, settle
 from services.mover.journal import FlipKey, Journal
 from services.mover.links import RankLinks
 from services.mover.trace import emit
@@ -77,8 +77,9 @@ class Mover(MoverServiceServicer):
         decided = decide_again(self._journal, key)
         record = self._history.get(key) or self._history.open(key, request, self._group.num_ranks, time.time_ns())
         if decided is not None:
-            record.state, record.reason = outcome_to_proto(decided.outcome), decided.reason
-            self._count(record)
+            if not record.HasField("concluded_unix_ns"):
+                settle(record, decided.outcome, decided.reason)
+                self._count(record)
             yield pb.RunFlipResponse(flip_id=key[1], state=record.state, reason=record.reason)
             return
         self._attempt = Attempt(request, record, self._group, self._journal)
@@ -98,14 +99,10 @@ class Mover(MoverServiceServicer):
         context: grpc.aio.ServicerContext[pb.ReportCarryRequest, pb.ReportCarryResponse],
     ) -> pb.ReportCarryResponse:
         """Completes the record and writes the flip's trace."""
-        record = self._history.get((Generation(request.fence.generation), FlipId(request.flip_id)))
+        key: FlipKey = (Generation(request.fence.generation), FlipId(request.flip_id))
+        record = self._history.report(key, request)
         if record is None:
             return pb.ReportCarryResponse()
-        record.num_carried_requests = request.num_carried_requests
-        record.num_partly_prefilled = request.num_partly_prefilled
-        record.num_live_blocks = request.num_live_blocks
-        if request.HasField("longest_token_gap_ns"):
-            record.longest_token_gap_ns = request.longest_token_gap_ns
         if record.HasField("pause_ns"):
             self._pause.observe(record.pause_ns * 1e-9)
         emit(self._tracer, record)
@@ -125,9 +122,7 @@ class Mover(MoverServiceServicer):
 
     async def _on_message(self, message: worker_service_pb2.JoinFlipResponse) -> None:
         key: FlipKey = (Generation(message.fence.generation), FlipId(message.flip_id))
-        record = self._history.get(key)
-        if record is not None:
-            note(record, message)
+        self._history.note(key, message)
         event = event_from_proto(message)
         if event is None:
             return

@@ -4,6 +4,7 @@ It forwards, it does not decide: what an advice leads to is an attempt like one 
 for; serving goes on without it.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
@@ -62,7 +63,7 @@ class PolicyLink:
                 said = told
                 try:
                     await call.write(message)
-                except (grpc.aio.BaseError, grpc.aio.UsageError, RuntimeError):
+                except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     # The reader of the same call sees its end and says so.
                     return
             await anyio.sleep(MIN_INTERVAL_S)

@@ -12,27 +12,28 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import anyio
-import grpc.aio
 from anyio.abc import TaskGroup
 from flipmesh.common.v1 import layout_pb2
 from flipmesh.mover.v1 import mover_service_pb2 as pb
 from flipmesh.mover.v1.mover_service_pb2_grpc import MoverServiceStub
 
+from services.core.blocks import PoolCensus
 from services.core.flip import FlipOutcome
 from services.core.ids import BlockId, FlipId, LayoutKind, Sequence
 from services.mesh.codec.common import layout_to_proto
-from services.mesh.codec.flip import outcome_from_proto
 from services.mesh.errors import MeshError
 from services.mesh.log import Log
 from services.mesh.rpc import Peers, unary
 from services.mesh.settings import DeadlineSettings
+from services.scheduler.mover_question import MOVER_ABSENT_S, MoverQuestion
+from services.scheduler.token_gaps import FlipGaps
 
-MOVER_ABSENT_S = 10.0
-"""How long serving stands still for a mover that is gone: its supervisor restarts it within a second or two."""
 ASK_AGAIN_S = 0.05
 REPORT_WITHIN_S = 10.0
 """After an outcome, how long the requests that were decoding may take to get their next token before the flip's record
 is closed without them."""
+MANY_ABANDONED = 3
+"""In a row: from then on it is an error, so that a server cannot stop flipping silently."""
 MAX_ASKED = 8
 """Flips by hand that may wait: each is refused anyway once the one before it has led there."""
 MAX_TIMELINE = 32
@@ -84,14 +85,17 @@ class FlippableLog(Protocol):
     async def parked(self) -> None:
         """Waits until every step before FLIP is acknowledged."""
 
-    def commit(self, flip_id: FlipId, target: LayoutKind) -> None:
+    def commit(self, flip_id: FlipId, target: LayoutKind) -> FlipGaps:
         """Writes COMMIT and goes on under the next epoch; only after `parked`."""
 
-    def abandon(self, flip_id: FlipId, reason: str) -> None:
+    def abandon(self, flip_id: FlipId, reason: str) -> FlipGaps:
         """Writes ABANDON and goes on as before."""
 
-    async def carried_on(self, within_s: float) -> int | None:
+    async def carried_on(self, gaps: FlipGaps, within_s: float) -> int | None:
         """Waits until every request that was decoding has gone on; the longest gap, None where none was decoding."""
+
+    def census(self) -> PoolCensus:
+        """Counts every block by its owners."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +121,8 @@ class Flips:
     on_change: Callable[[], None]
     timeline: list[LayoutSpan] = field(default_factory=list)
     abandoned_in_a_row: int = 0
+    last_abandon_reason: str = ""
+    num_unsound_censuses: int = 0
     began_ns: int = field(default_factory=time.monotonic_ns)
     """Of the layout now: the last commit, or the generation's start."""
     attempted_ns: int = field(default_factory=time.monotonic_ns)
@@ -203,62 +209,60 @@ class Flips:
             live_run_length=[length for _, length in carry.live_runs],
         )
         outcome, reason = await self._outcome(request)
-        await self._write(flip_id, target, outcome, reason, cause)
+        gaps = await self._write(flip_id, target, outcome, reason, cause)
         self.log.info("flip-ended", flip=flip_id, outcome=outcome.value, reason=reason)
-        assert self._tasks is not None, "attempts are made while run() runs"
-        self._tasks.start_soon(self._report, fence, flip_id, carry)
+        self._take_census(flip_id)
+        assert self._tasks is not None, "attempts are made while serve() runs"
+        self._tasks.start_soon(self._report, fence, flip_id, carry, gaps)
         return FlipResult(outcome, flip_id, reason)
 
-    async def _write(self, flip_id: FlipId, target: LayoutKind, outcome: FlipOutcome, reason: str, cause: str) -> None:
+    async def _write(
+        self, flip_id: FlipId, target: LayoutKind, outcome: FlipOutcome, reason: str, cause: str
+    ) -> FlipGaps:
         match outcome:
             case FlipOutcome.COMMITTED:
                 await self.run.parked()
-                self.run.commit(flip_id, target)
+                gaps = self.run.commit(flip_id, target)
                 self.abandoned_in_a_row = 0
                 self.began_ns = time.monotonic_ns()
                 self.timeline.append(LayoutSpan(target, time.time_ns(), cause))
                 del self.timeline[:-MAX_TIMELINE]
             case FlipOutcome.ABANDONED | FlipOutcome.RESTORED:
-                self.run.abandon(flip_id, reason)
+                gaps = self.run.abandon(flip_id, reason)
                 self.abandoned_in_a_row += 1
+                self.last_abandon_reason = reason
+                if self.abandoned_in_a_row >= MANY_ABANDONED:
+                    self.log.error("flips-do-not-commit", in_a_row=self.abandoned_in_a_row, reason=reason)
             case FlipOutcome.BROKEN:
                 raise FlipBrokenError(f"flip {flip_id}: {reason}")
+        return gaps
+
+    def _take_census(self, flip_id: FlipId) -> None:
+        """After the outcome is written, so that it lengthens no pause; an imbalance is said, and serving goes on."""
+        census = self.run.census()
+        if not census.is_sound:
+            self.num_unsound_censuses += 1
+            self.log.error("census-unsound", flip=flip_id, census=census)
 
     async def _outcome(self, request: pb.RunFlipRequest) -> tuple[FlipOutcome, str]:
-        """The mover's word, asked for again while its stream breaks."""
-        gives_up_s: float | None = None
+        """The mover's word, asked for again when its stream breaks, until it has been silent for too long."""
+        mover = MoverQuestion(self.peers, self.deadlines, request)
         while True:
-            outcome, reason = await self._ask(request)
+            outcome, reason = await mover.ask()
             if outcome is not None:
                 return outcome, reason
-            gives_up_s = gives_up_s or time.monotonic() + MOVER_ABSENT_S
-            left_s = gives_up_s - time.monotonic()
-            if left_s <= 0:
+            self.log.warning("mover-silent", flip=request.flip_id, left_s=mover.left_s, reason=reason)
+            if mover.left_s == 0:
                 return FlipOutcome.ABANDONED, f"no mover for {MOVER_ABSENT_S:g} s: {reason}"
             await anyio.sleep(ASK_AGAIN_S)
             try:
-                await self.peers.reach("mover", timeout_s=left_s)
+                await self.peers.reach("mover", timeout_s=max(mover.left_s, ASK_AGAIN_S))
             except MeshError as error:
                 return FlipOutcome.ABANDONED, f"no mover for {MOVER_ABSENT_S:g} s: {error}"
 
-    async def _ask(self, request: pb.RunFlipRequest) -> tuple[FlipOutcome | None, str]:
-        deadlines = self.deadlines
-        bound_s = deadlines.park_s + deadlines.presence_s + deadlines.flip_data_plane_s + deadlines.rpc_s
-        call = MoverServiceStub(self.peers.channel("mover")).RunFlip(request, timeout=bound_s)
-        try:
-            async for response in call:
-                outcome = outcome_from_proto(response.state)
-                if outcome is not None:
-                    return outcome, response.reason
-        except grpc.aio.AioRpcError as error:
-            return None, f"{error.code().name}: {error.details()}"
-        finally:
-            call.cancel()
-        return None, "the mover ended its stream without an outcome"
-
-    async def _report(self, fence: layout_pb2.Fence, flip_id: FlipId, carry: Carry) -> None:
+    async def _report(self, fence: layout_pb2.Fence, flip_id: FlipId, carry: Carry, gaps: FlipGaps) -> None:
         """Tells the mover what the flip did to requests; its loss costs a trace, nothing else."""
-        gap_ns = await self.run.carried_on(REPORT_WITHIN_S)
+        gap_ns = await self.run.carried_on(gaps, REPORT_WITHIN_S)
         request = pb.ReportCarryRequest(
             fence=fence,
             flip_id=flip_id,

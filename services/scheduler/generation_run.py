@@ -15,6 +15,7 @@ import anyio
 from flipmesh.common.v1 import layout_pb2
 from flipmesh.worker.v1 import worker_service_pb2 as pb
 
+from services.core.blocks import PoolCensus
 from services.core.ids import Epoch, FlipId, Generation, LayoutKind, RequestId, Sequence
 from services.core.log_follower import FIRST_EPOCH
 from services.core.request import RequestEvent, Submission
@@ -28,7 +29,7 @@ from services.scheduler.flips import Carry, FlipBrokenError
 from services.scheduler.rank_stream import RankLostError, RankStream
 from services.scheduler.sizing import GroupSize
 from services.scheduler.step_ledger import LogBrokenError, StepLedger, StepRecord
-from services.scheduler.token_gaps import TokenGaps
+from services.scheduler.token_gaps import FlipGaps, TokenGaps
 
 NS_PER_S = 1_000_000_000
 
@@ -74,7 +75,7 @@ class GenerationRun:
         """Hears that requests, blocks or the layout may have changed."""
         self._sequence = Sequence(0)
         self._has_steps = asyncio.Event()
-        self._parked, self._carried = asyncio.Event(), asyncio.Event()
+        self._parked, self._went_on = asyncio.Event(), asyncio.Event()
         self._is_open = False
         self._will_pump = False
 
@@ -153,35 +154,38 @@ class GenerationRun:
         """Waits until every step before FLIP is acknowledged: ranks say so by another way than they verify a flip."""
         await self._parked.wait()
 
-    def commit(self, flip_id: FlipId, target: LayoutKind) -> None:
+    def commit(self, flip_id: FlipId, target: LayoutKind) -> FlipGaps:
         """Writes COMMIT and goes on under the next epoch; only after `parked`."""
         self._append(CommitEntry(flip_id, target))
         self.kind = target
         self.fence.move(self.generation, Epoch(self.epoch + 1))
-        self._go_on()
+        return self._go_on()
 
-    def abandon(self, flip_id: FlipId, reason: str) -> None:
+    def abandon(self, flip_id: FlipId, reason: str) -> FlipGaps:
         """Writes ABANDON and goes on as before."""
         self._append(AbandonEntry(flip_id, reason))
-        self._go_on()
+        return self._go_on()
 
-    async def carried_on(self, within_s: float) -> int | None:
+    async def carried_on(self, gaps: FlipGaps, within_s: float) -> int | None:
         """Waits until every request that was decoding has gone on, or so long; the longest gap of those that did."""
         with anyio.move_on_after(within_s):
-            await self._carried.wait()
-        return self.gaps.longest_ns
+            while not gaps.is_closed:
+                await self._went_on.wait()
+        return gaps.longest_ns
+
+    def census(self) -> PoolCensus:
+        """Counts every block by its owners."""
+        return self.batcher.census()
 
     def _note_parked(self) -> None:
         if self.batcher.is_parked:
             self._parked.set()
 
-    def _go_on(self) -> None:
-        self.gaps.begin()
-        self._carried = asyncio.Event()
-        if self.gaps.is_closed:
-            self._carried.set()
+    def _go_on(self) -> FlipGaps:
+        gaps = self.gaps.begin()
         self.batcher.thaw(self._layouts[self.kind])
         self._pump_soon()
+        return gaps
 
     # The log.
 
@@ -235,9 +239,9 @@ class GenerationRun:
             asyncio.get_running_loop().call_soon(self._pump)
 
     def _deliver(self, events: list[RequestEvent]) -> None:
-        self.gaps.note(events, time.monotonic_ns())
-        if self.gaps.is_closed:
-            self._carried.set()
+        if self.gaps.note(events, time.monotonic_ns()):
+            self._went_on.set()
+            self._went_on = asyncio.Event()
         self._deliver_to_routers(events)
 
     def _pump(self) -> None:
