@@ -6,7 +6,7 @@ sampled. Never checks a number; it refuses only ranks that disagree on their dig
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.core import ids
@@ -150,7 +150,3 @@ class LogDriver:
         while self.in_flight:
             reports.append(self.settle())
         return reports
-
-    def with_sampling(self, admitted: AdmittedRequest, num_logprobs: int) -> AdmittedRequest:
-        """The same admission with log-probabilities wanted."""
-        return replace(admitted, num_logprobs=num_logprobs)
