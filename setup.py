@@ -71,7 +71,16 @@ setup(
             sources=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "kernels" / "native").glob("*.c")),
             depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "kernels" / "native").glob("*.h")),
             # -g0: following variables through the unrolled kernels would double the time an installation takes.
-            extra_compile_args=["-std=gnu11", "-O3", "-g0", "-fno-math-errno", "-Wall", "-Wextra", "-Wno-psabi", "-pthread"],
+            extra_compile_args=[
+                "-std=gnu11",
+                "-O3",
+                "-g0",
+                "-fno-math-errno",
+                "-Wall",
+                "-Wextra",
+                "-Wno-psabi",
+                "-pthread",
+            ],
             extra_link_args=["-pthread", "-lm"],
         )
     ],
