@@ -14,6 +14,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from services.core.request import Rejected, RejectReason
+from services.mesh.codec.common import layout_to_proto
 from tests.unit.router_stand import ALPHABET, Stand, alphabet, eventually, stand
 from tests.unit.scripted_scheduler import MODEL, WINDOW
 
@@ -569,16 +570,21 @@ async def test_spans_follow_the_gen_ai_conventions(tmp_path: Path) -> None:
     provider.shutdown()
 
 
-async def test_ready_needs_a_generation_in_each_generation(at: Stand) -> None:
+async def test_ready_needs_a_generation_in_each_layout_of_each_generation(at: Stand) -> None:
+    booted = at.router.client.group
+    assert booted is not None
+    there_and_back = [layout_to_proto(booted.layout.other), layout_to_proto(booted.layout)]
+    assert at.scheduler.flips == there_and_back
     at.scheduler.gate_at = 0
     at.scheduler.lose("rank 0: killed")
     await eventually(lambda: at.router.client.group is None)
     at.scheduler.reopen()
-    await at.scheduler.until(lambda: sum(s.request_id.startswith("probe") for s in at.scheduler.submitted) == 2)
+    await at.scheduler.until(lambda: sum(s.request_id.startswith("probe") for s in at.scheduler.submitted) == 3)
     verdict = at.router.health.readiness()
     assert any("generation 2 has not generated yet" in reason for reason in verdict.reasons)
     at.scheduler.open_gate()
     await eventually(lambda: at.router.health.served_generation == 2)
+    assert at.scheduler.flips == 2 * there_and_back
     assert not any("generat" in reason for reason in at.router.health.readiness().reasons)
 
 
