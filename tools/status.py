@@ -20,6 +20,9 @@ from services.mesh.rpc import unary
 from services.mesh.state_paths import process_name
 from tools.mesh_client import CALL_S, MeshClient, NotRunningError, add_common, mesh_client
 
+TIMELINE = 6
+"""Layouts shown at a glance; all that are kept are in the JSON."""
+
 _COLOURS = {
     pb.PHASE_READY: "green",
     pb.PHASE_STARTING: "yellow",
@@ -149,12 +152,15 @@ def describe(answer: pb.GetStatusResponse) -> str:
 
 
 def _describe_scheduler(status: pb.SchedulerStatus) -> str:
-    held = status.num_total_blocks - status.num_free_blocks - status.num_cached_blocks
+    leaks = f", {status.num_unaccounted_blocks} blocks LEAKED" if status.num_unaccounted_blocks else ""
+    layouts = " > ".join(_layout(span.layout) for span in status.timeline[-TIMELINE:])
+    last = status.timeline[-1].reason if status.timeline else ""
     return (
         f"{_layout(status.layout)} epoch {status.epoch}, {status.num_ranks_joined}/{status.num_ranks} ranks, "
         f"{status.num_resident_requests} resident, {status.num_queued_requests} queued, "
-        f"{status.uncomputed_prefill_tokens} prompt tokens to compute, blocks {held} held "
-        f"{status.num_cached_blocks} cached {status.num_free_blocks} free, step {status.num_steps_total}"
+        f"{status.uncomputed_prefill_tokens} prompt tokens to compute, blocks {status.num_held_blocks} held "
+        f"{status.num_cached_blocks} cached {status.num_free_blocks} free{leaks}, step {status.num_steps_total}; "
+        f"layouts {layouts}: {last}"
     )
 
 

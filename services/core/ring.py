@@ -52,6 +52,8 @@ class RecordKind(IntEnum):
     FLIP_WORK = 11
     COMMITTED = 12
     ABANDONED = 13
+    FLIP_DONE = 14
+    """This rank's part of a flip is done: it waits for the outcome in the log, however long that takes."""
 
 
 CHAINED = frozenset(

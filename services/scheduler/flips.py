@@ -13,7 +13,7 @@ from typing import Protocol
 
 import anyio
 from anyio.abc import TaskGroup
-from flipmesh.common.v1 import layout_pb2
+from flipmesh.common.v1 import introspection_pb2, layout_pb2
 from flipmesh.mover.v1 import mover_service_pb2 as pb
 from flipmesh.mover.v1.mover_service_pb2_grpc import MoverServiceStub
 
@@ -167,6 +167,14 @@ class Flips:
         except asyncio.QueueFull:
             return FlipResult(None, None, f"{MAX_ASKED} flips are asked for already")
         return await asked.answer
+
+    def fill_status(self, status: introspection_pb2.SchedulerStatus) -> None:
+        """The flips' part of a status."""
+        status.num_unsound_censuses = self.num_unsound_censuses
+        status.num_abandoned_in_a_row = self.abandoned_in_a_row
+        status.last_abandon_reason = self.last_abandon_reason
+        for span in self.timeline:
+            status.timeline.add(layout=layout_to_proto(span.kind), began_unix_ns=span.began_unix_ns, reason=span.reason)
 
     def end(self, reason: str) -> None:
         """The generation is over: nobody waits any longer."""

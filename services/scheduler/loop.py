@@ -142,6 +142,10 @@ class GroupLoop:
         scheduler.num_cached_tokens_total = tally.num_cached_tokens
         scheduler.num_preemptions_total = tally.num_preemptions
         scheduler.uncomputed_prefill_tokens = load.uncomputed_prefill_tokens
+        census = self.run.batcher.census()
+        scheduler.num_held_blocks, scheduler.num_unaccounted_blocks = census.num_referenced, len(census.unaccounted)
+        if self.flips is not None:
+            self.flips.fill_status(scheduler)
 
     # A generation.
 

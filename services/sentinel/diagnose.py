@@ -10,6 +10,8 @@ from enum import Enum
 from services.core.ring import CHAINED, QUIET, RecordKind, RingRecord
 
 NS = 1_000_000_000
+WAITS_FOR_OUTCOME = frozenset({RecordKind.PARKED, RecordKind.FLIP_DONE})
+"""The flip's own clocks bound these waits; they are no stall."""
 
 
 class ProcessState(Enum):
@@ -49,8 +51,8 @@ class RankView:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it is inside something: its last record is not one after which a rank owes nothing."""
-        return self.last is not None and self.last.kind not in QUIET and self.last.kind is not RecordKind.PARKED
+        """Whether it is inside something: neither owes it nothing, nor does it wait for the log's word on a flip."""
+        return self.last is not None and self.last.kind not in QUIET | WAITS_FOR_OUTCOME
 
 
 @dataclass(frozen=True, slots=True)

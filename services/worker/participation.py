@@ -18,6 +18,7 @@ from services.core.flip import (
     EntryReached,
     MoverConnected,
     ParticipantEvent,
+    SayNotReady,
     StartWork,
     WorkDone,
     WorkFailed,
@@ -28,6 +29,8 @@ from services.mesh.codec.flip import command_from_proto, said_of, said_to_proto
 
 MAX_UNSENT = 64
 """Messages to the mover that may wait; an attempt has a handful, and a mover that reads none is cut."""
+NOT_READY_EVERY_S = 1.0
+"""A rank that has received FLIP and is still executing what is before it says so this often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,25 @@ class Participation:
         """None ends a stream; there is always room for it."""
         self._parked: Parked | None = None
         self._worked: Worked | None = None
+        self._behind: asyncio.TimerHandle | None = None
+
+    # From the log, as it is received.
+
+    def expect(self, flip_id: FlipId, fence: layout_pb2.Fence, why: Callable[[], str]) -> None:
+        """FLIP is received, and entries before it may still run: says so, and why, as long as they do."""
+
+        def say() -> None:
+            self._put(said_to_proto(SayNotReady(flip_id, why()), fence, self._rank))
+            self._behind = asyncio.get_running_loop().call_later(NOT_READY_EVERY_S, say)
+
+        self.stop_waiting()
+        self._behind = asyncio.get_running_loop().call_later(NOT_READY_EVERY_S, say)
+
+    def stop_waiting(self) -> None:
+        """Parked, or the log has ended."""
+        if self._behind is not None:
+            self._behind.cancel()
+            self._behind = None
 
     # From the model thread, by way of the loop.
 
@@ -104,6 +126,7 @@ class Participation:
         """What the model thread did; `fence` is of the entry it belongs to."""
         match answer:
             case Parked():
+                self.stop_waiting()
                 self._parked, self._fence = answer, fence
                 self._feed(EntryReached(answer.flip_id, answer.fits, answer.refusal, answer.plan_hash))
             case Worked():
@@ -128,6 +151,9 @@ class Participation:
         try:
             while (message := await unsent.get()) is not None:
                 yield message
+            if reader.done():
+                # What the mover said was against the protocol, or not to be read: its stream ends by that name.
+                reader.result()
         finally:
             reader.cancel()
 

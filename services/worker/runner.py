@@ -224,6 +224,7 @@ class Runner:
         self._record(RecordKind.FLIP_WORK, self.follower.sequence)
         assert flip.target in self._stages, "both layouts' stages are built at start"
         verify_ns = time.perf_counter_ns() - began_ns
+        self._record(RecordKind.FLIP_DONE, self.follower.sequence)
         return Worked(flip_id, began_unix_ns, 0, 0, 0, verify_ns, bytes_moved=0, rows_moved=0)
 
     def _park(self, flip: FlipEntry, sequence: Sequence) -> None:

@@ -6,13 +6,15 @@ the data plane is aborted at once, so that no peer waits for this rank.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 
 from flipmesh.common.v1 import layout_pb2
 from flipmesh.worker.v1 import worker_service_pb2 as pb
 
 from kernels.collective_status import AbortReason, CollectiveError
+from services.core.ids import Sequence
 from services.core.log_follower import ProtocolError
-from services.core.step import StepReport
+from services.core.step import FlipEntry, StepReport
 from services.mesh.codec.common import CodecError
 from services.mesh.codec.worker import entry_from_proto, report_to_proto
 from services.mesh.errors import ConfigurationError, GenerationEndedError
@@ -53,6 +55,7 @@ class StepStream:
             async for response in self._answers():
                 yield response
         finally:
+            self.participation.stop_waiting()
             reader.cancel()
 
     def reason(self) -> Exception:
@@ -72,15 +75,21 @@ class StepStream:
     async def _read(self, requests: AsyncIterator[pb.ExecuteStepsRequest]) -> None:
         async for message in requests:
             try:
-                self._execution.offer(entry_from_proto(message))
+                entry = entry_from_proto(message)
+                self._execution.offer(entry)
             except (CodecError, ProtocolError) as error:
                 self._refused = (message.sequence, error)
                 self.abort(AbortReason.STEP_FAILED)
                 self._wake.set()
                 return
             self._fence = message.fence
+            if isinstance(entry.entry, FlipEntry):
+                self.participation.expect(entry.entry.flip_id, message.fence, partial(self._behind, entry.sequence))
         self._closed = True
         self._wake.set()
+
+    def _behind(self, flip: Sequence) -> str:
+        return f"executing entry {self._rig.runner.follower.sequence}, the flip is entry {flip}"
 
     async def _answers(self) -> AsyncIterator[pb.ExecuteStepsResponse]:
         while True:
