@@ -1,0 +1,182 @@
+"""What must hold in every history, looked at where it could break; it reads everything and changes nothing.
+
+Kept apart from the processes: a process knows what it could know, this sees all of them at one instant.
+"""
+
+from typing import TYPE_CHECKING
+
+from services.core.flip import FlipOutcome
+from services.core.flip_participant import ParticipantState
+from services.core.ids import BLOCK_SLOTS, BlockId, FlipId, Generation, Rank
+from services.core.log_follower import LogState
+from services.core.step import CommitEntry, LogEntry
+from services.mover.journal import FlipKey
+from tests.sim.case import Fault
+from tests.sim.data_plane import DataPlane
+from tests.sim.toy_model import EMPTY, chained, letter
+from tests.sim.world import InvariantError
+
+if TYPE_CHECKING:
+    from tests.sim.group import Group
+    from tests.sim.rank import RankProcess
+    from tests.sim.resident_places import Place
+    from tests.sim.scheduler import PendingFlip, Run
+
+
+class Checks:
+    """The invariants of one schedule."""
+
+    def __init__(self, group: "Group") -> None:
+        self._group = group
+        self._log: dict[tuple[int, int], LogEntry] = {}
+        self._planes: dict[int, DataPlane] = {}
+        self._present: dict[tuple[FlipKey, int], set[Rank]] = {}
+        self._owned: dict[FlipKey, tuple[tuple[BlockId, int], ...]] = {}
+        self._faults: list[tuple[int, Fault]] = []
+        self.num_committed = self.num_abandoned = self.num_lost = self.num_carried = 0
+
+    def on_fault(self, fault: Fault) -> None:
+        """Somebody was hurt."""
+        self._faults.append((self._group.world.now_ns, fault))
+
+    # The log.
+
+    def on_generation(self, generation: Generation, plane: DataPlane) -> None:
+        """A new one has begun."""
+        self._planes[generation] = plane
+
+    def on_logged(self, entry: LogEntry) -> None:
+        """The scheduler wrote an entry."""
+        self._log[entry.generation, entry.sequence] = entry
+        if isinstance(entry.entry, CommitEntry):
+            for rank in self._group.ranks:
+                if rank.is_up and rank.follower.generation == entry.generation:
+                    self._must_be_verified(rank, entry.entry.flip_id)
+
+    def on_executed(self, rank: "RankProcess", entry: LogEntry) -> None:
+        """A rank begins an entry: the one that was written, in the epoch and layout that hold."""
+        if self._log.get((entry.generation, entry.sequence)) is not entry:
+            raise InvariantError("one log", f"{rank.name} executes {entry.sequence}, which is not what was written")
+        epoch = entry.epoch + isinstance(entry.entry, CommitEntry)
+        if rank.follower.epoch != epoch:
+            raise InvariantError("foreign epoch", f"{rank.name} in epoch {rank.follower.epoch} executes one of {epoch}")
+
+    # Flips.
+
+    def on_freeze(self, run: "Run", flip_id: FlipId) -> None:
+        """A flip is armed: whose blocks are whose is settled until its outcome."""
+        self._owned[run.fence.generation, flip_id] = run.batcher._tables.pool.owned_runs()
+        self._group.moment("armed")
+
+    def on_present(self, rank: "RankProcess", flip_id: FlipId, round_number: int) -> None:
+        """A rank says that it is there."""
+        generation = rank.follower.generation
+        assert generation is not None
+        self._present.setdefault(((generation, flip_id), round_number), set()).add(rank.rank)
+        self._group.moment("present")
+
+    def on_withdrawn(self, rank: "RankProcess", flip_id: FlipId, round_number: int) -> None:
+        """It took that back; whether in time is the coordinator's to say."""
+        self._group.world.note(rank.name, "withdraws", flip_id, round_number)
+
+    def on_enter(self, key: FlipKey, round_number: int) -> None:
+        """The gate opens: everyone is present in this very round, and nothing is under way."""
+        missing = {rank.rank for rank in self._group.ranks} - self._present.get((key, round_number), set())
+        if missing:
+            raise InvariantError("stale quorum", f"flip {key[1]} enters round {round_number} without ranks {missing}")
+        self._group.moment("entered")
+        if self._planes[key[0]].num_held:
+            raise InvariantError(
+                "channels empty", f"flip {key[1]} enters with {self._planes[key[0]].num_held} messages held"
+            )
+
+    def on_committed(self, key: FlipKey) -> None:
+        """The mover decides for COMMIT."""
+        for rank in self._group.ranks:
+            if rank.is_up and rank.follower.generation == key[0]:
+                self._must_be_verified(rank, key[1])
+
+    def _must_be_verified(self, rank: "RankProcess", flip_id: FlipId) -> None:
+        state = rank.participant.state
+        if state is not ParticipantState.VERIFIED or rank.participant.flip_id != flip_id:
+            raise InvariantError("commit after all verified", f"flip {flip_id}: {rank.name} is {state.value}")
+
+    def on_outcome(self, outcome: FlipOutcome, reason: str) -> None:
+        """Counted; a clock that expires without a fault is a wedge somebody papered over."""
+        if outcome is FlipOutcome.COMMITTED:
+            self.num_committed += 1
+        else:
+            self.num_abandoned += 1
+        if "in time" in reason and not any(fault.is_patience for _, fault in self._faults):
+            raise InvariantError("convergence", f"nobody was stopped, and a flip is {outcome.value}: {reason}")
+
+    def on_thaw(self, run: "Run", flip: "PendingFlip") -> None:
+        """Nothing changed hands while the flip was pending."""
+        then = self._owned[run.fence.generation, flip.entry.flip_id]
+        now = run.batcher._tables.pool.owned_runs()
+        if now != then:
+            raise InvariantError("frozen blocks", f"blocks {then} had owners at the FLIP, {now} have now")
+        self.num_carried += len(run.batcher.open_request_ids)
+
+    def on_lost(self, run: "Run", reason: str) -> None:
+        """A generation ends only by a fault."""
+        self.num_lost += 1
+        reasons = [at_ns + fault.for_ns >= run.begun_ns for at_ns, fault in self._faults if fault.may_end_generation]
+        if not any(reasons) and not self._group.case.odds.breaks:
+            raise InvariantError("generation lost", f"without a fault that could end it: {reason}")
+
+    # Memory.
+
+    def census(self, run: "Run") -> None:
+        """Every block has its owner."""
+        census = run.batcher.census()
+        if not census.is_sound:
+            raise InvariantError("census", f"{census}")
+
+    def on_wrong_context(
+        self, rank: "RankProcess", place: "Place", begin: int, found: list[int | None], sequence: int
+    ) -> None:
+        """A slot does not hold what its reader needs: says what it holds."""
+        expected = place.chains[begin : begin + len(found)]
+        at = next(at for at, chain in enumerate(found) if chain != expected[at])
+        raise InvariantError(
+            "context",
+            f"{rank.name} step {sequence} reads {place.name} position {begin + at} in block "
+            f"{place.blocks[begin // BLOCK_SLOTS]}: the slot holds {self._whose(found[at])}",
+        )
+
+    def _whose(self, chain: int | None) -> str:
+        if chain is None:
+            return "nothing (never written in this layout)"
+        for client in self._group.router.clients:
+            here = EMPTY
+            for position, token in enumerate((*client.asked.prompt, *client.expected.token_ids)):
+                here = chained(here, token)
+                if here == chain:
+                    return f"position {position} of {client.asked.name}, {letter(token)!r}"
+        return "a history that no request has"
+
+    # The end.
+
+    def at_end(self) -> None:
+        """Nothing is left to happen: nothing may be left to do."""
+        group = self._group
+        group.router.check_end()
+        run = group.scheduler.run
+        if run is None or not run.is_open:
+            raise InvariantError("wedge", "no generation serves at the end")
+        if run.flip is not None:
+            raise InvariantError("wedge", f"flip {run.flip.entry.flip_id} has no outcome at the end")
+        batcher, census = run.batcher, run.batcher.census()
+        if batcher.open_request_ids or batcher.num_in_flight:
+            raise InvariantError(
+                "wedge", f"{batcher.open_request_ids} open, {batcher.num_in_flight} steps in flight at the end"
+            )
+        if not census.is_sound or census.num_referenced:
+            raise InvariantError("census", f"at the end: {census}")
+        for rank in group.ranks:
+            follower = rank.follower
+            if (follower.sequence, follower.state, follower.layout) != (run.sequence, LogState.RUNNING, run.kind):
+                raise InvariantError(
+                    "wedge", f"{rank.name} is {follower.state.value} at {follower.sequence} of {run.sequence}"
+                )

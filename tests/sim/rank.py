@@ -1,0 +1,316 @@
+"""One rank: executes the log in order, reads and writes its planes of the pool, takes part in flips.
+
+The log follower and the participant are the shipped ones. The model thread is a generator that yields what it waits
+for, so it can be anywhere when something happens. Each slot of the pool holds the chain of the prefix that was written
+there; a row whose context is not exactly its request's own history is a violation at once.
+
+A rank has a plane for each layout: under PP its own layers of every head, under TP its heads of every layer. Only the
+plane of the layout in force is read; a flip fills the other one from all ranks' planes, and its end empties one of
+the two, so that a row that was not carried cannot be read by chance.
+"""
+
+from collections import deque
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from services.core.flip import (
+    AbandonReached,
+    AssembleReceived,
+    CommitReached,
+    DisarmReceived,
+    EnterReceived,
+    EntryReached,
+    MoverConnected,
+    ParticipantEffect,
+    ParticipantEvent,
+    SayPresent,
+    StartWork,
+    WorkDone,
+    WorkFailed,
+)
+from services.core.ids import BLOCK_SLOTS, FlipId, LayoutKind, Rank, RequestIndex, Sequence, TokenId
+from services.core.step import (
+    AbandonEntry,
+    CommitEntry,
+    FlipEntry,
+    LogEntry,
+    ResetEntry,
+    SampledTokens,
+    StepPlan,
+    StepReport,
+)
+from tests.sim.data_plane import WAIT, DataPlane, Member
+from tests.sim.resident_places import Places
+from tests.sim.toy_model import next_token
+from tests.sim.world import Channel, InvariantError
+
+if TYPE_CHECKING:
+    from tests.sim.group import Group
+
+MAX_UNREAD_STEPS = 32
+"""As of the worker: ids are applied unasked when they are this old."""
+
+Work = Generator[tuple[Any, ...], Any, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A rank's answer to RESET."""
+
+    rank: Rank
+
+
+class RankProcess(Member):
+    """One life after another; each serves one log."""
+
+    def __init__(self, group: "Group", rank: Rank) -> None:
+        super().__init__(group.world, f"rank-{rank}")
+        self.group, self.rank = group, rank
+        case = group.case
+        self._slowness = case.slowness[rank] if case.slowness else 1.0
+        self._step_ns, self._token_ns = case.step_ns, case.token_ns
+
+    # A life.
+
+    def boot(self) -> None:
+        """The process is up, with nothing in its memory."""
+        parts = self.group.parts
+        self.is_up = True
+        self.follower, self.participant = parts.follower(), parts.participant()
+        self.reports: Channel | None = None
+        self.mover: Channel | None = None
+        self.plane: DataPlane | None = None
+        self.places: Places | None = None
+        self.planes: dict[LayoutKind, list[int | None]] = {}
+        self._queue: deque[LogEntry | FlipEntry] = deque()
+        self._work: Work | None = None
+        self._fence: tuple[int, int] = (0, 0)
+        self._unread: deque[tuple[Sequence, list[tuple[RequestIndex, int]], tuple[TokenId, ...] | None]] = deque()
+        self._digest = 0
+        self._before: list[int | None] = []
+        self.group.on_rank_up(self)
+
+    def open(self, reports: Channel, plane: DataPlane) -> None:
+        """A scheduler has connected: this life is for its log."""
+        self.reports, self.plane = reports, plane
+
+    def on_stream_end(self) -> None:
+        """The log has ended: the process exits and is replaced."""
+        self.world.note(self.name, "exit", "the log ended")
+        self.group.restart(self)
+
+    # The log.
+
+    def take_entry(self, entry: LogEntry) -> None:
+        """The stream brought an entry; its fence is what reports carry from now on."""
+        self._fence = (entry.generation, entry.epoch)
+        self._queue.append(entry)
+        self._next()
+
+    def _next(self) -> None:
+        while self._work is None and self._queue:
+            item = self._queue.popleft()
+            self._work = self._execute(item) if isinstance(item, LogEntry) else self.move(item)
+            self.resume(None)
+
+    def resume(self, value: Any) -> None:
+        """The model thread goes on with what it waited for."""
+        work = self._work
+        assert work is not None
+        try:
+            while True:
+                operation, *arguments = work.send(value)
+                value = operation(*arguments)
+                if value is WAIT:
+                    return
+        except StopIteration:
+            self._work = None
+            self._next()
+
+    def compute(self, num_tokens: int) -> object:
+        """Time passes."""
+        spread = 0.8 + 0.4 * self.world.rng.random()
+        self.world.at(
+            int((self._step_ns + num_tokens * self._token_ns) * self._slowness * spread), self, self.resume, None
+        )
+        return WAIT
+
+    def _execute(self, entry: LogEntry) -> Work:
+        self.follower.follow(entry)
+        self.group.checks.on_executed(self, entry)
+        match entry.entry:
+            case StepPlan() as plan:
+                yield from self._step(plan, entry.sequence)
+            case ResetEntry() as reset:
+                yield (self.compute, 0)
+                self._reset(reset)
+            case FlipEntry() as flip:
+                self._park(flip)
+            case CommitEntry(flip_id=flip_id, layout=layout):
+                self._tell(CommitReached(flip_id))
+                self.planes[layout.other] = self._empty()
+            case AbandonEntry(flip_id=flip_id):
+                self._abandon(flip_id)
+
+    def _reset(self, reset: ResetEntry) -> None:
+        self.num_blocks = reset.num_blocks
+        self.places = self.group.parts.places(reset.max_resident_requests)
+        self.planes = {kind: self._empty() for kind in LayoutKind}
+        assert self.reports is not None
+        self.reports.send(self.rank, self._fence, Ready(self.rank))
+
+    def _empty(self) -> list[int | None]:
+        return [None] * (self.num_blocks * BLOCK_SLOTS)
+
+    # A step.
+
+    @property
+    def layout(self) -> LayoutKind:
+        """In force for the entry being executed."""
+        assert self.follower.layout is not None
+        return self.follower.layout
+
+    def _step(self, plan: StepPlan, sequence: Sequence) -> Work:
+        plane, places, num_ranks = self.plane, self.places, self.group.case.num_ranks
+        assert plane is not None and places is not None
+        through = max(plan.tokens_through or 0, sequence - MAX_UNREAD_STEPS)
+        while self._unread and self._unread[0][0] <= through:
+            step, targets, ids = self._unread.popleft()
+            if ids is None:
+                ids = yield (plane.take_ids, self.rank, step)
+            places.apply_tokens(step, targets, ids)
+        places.apply_deltas(plan, sequence)
+        ends = places.ends(plan)
+        piped = self.layout is LayoutKind.PP
+        if piped and self.rank > 0:
+            hidden = yield (plane.links[self.rank - 1].recv, sequence)
+            self._check_equal("hidden states", sequence, hidden, ends)
+        yield (self.compute, plan.num_tokens)
+        if not piped and num_ranks > 1:
+            partials = yield (plane.join, self.rank, (sequence, "reduce"), ends)
+            self._check_equal("partial sums", sequence, partials, [ends] * num_ranks)
+        self._attend(plan, sequence)
+        if piped and self.rank < num_ranks - 1:
+            yield (plane.links[self.rank].send, sequence, ends)
+        sampled = None
+        if plan.sampled_row:
+            if not piped and num_ranks > 1:
+                yield (plane.join, self.rank, (sequence, "logits"), None)
+            sampled = self._sample(plan, sequence, ends, plane)
+        self._digest = hash((self._digest, sequence, tuple(ends)))
+        self._report(StepReport(sequence, self._digest, 0, 0, None if sampled is None else SampledTokens(sampled)))
+
+    def _attend(self, plan: StepPlan, sequence: Sequence) -> None:
+        assert self.places is not None
+        slots = self.planes[self.layout]
+        self.places.read_rows(self, plan, slots, sequence)
+        self.places.write_rows(plan, slots)
+
+    def _sample(
+        self, plan: StepPlan, sequence: Sequence, ends: list[int], plane: DataPlane
+    ) -> tuple[TokenId, ...] | None:
+        targets = [(plan.row_request_index[r], plan.row_start[r] + plan.row_num_tokens[r]) for r in plan.sampled_row]
+        ids = None
+        if self.rank == self.group.case.num_ranks - 1:
+            ids = tuple(next_token(ends[row]) for row in plan.sampled_row)
+            plane.publish(sequence, ids)
+        self._unread.append((sequence, targets, ids))
+        return ids
+
+    def _check_equal(self, what: str, sequence: Sequence, got: object, own: object) -> None:
+        if got != own:
+            raise InvariantError("agreement", f"{self.name} step {sequence}: {what} are of {got}, computed here {own}")
+
+    def _report(self, report: StepReport) -> None:
+        ids = "" if report.tokens is None else " ".join(map(str, report.tokens.token_ids))
+        self.world.note(self.name, "done", report.sequence, ids)
+        if self.reports is not None:
+            self.reports.send(self.rank, self._fence, report)
+
+    # A flip.
+
+    def _park(self, flip: FlipEntry) -> None:
+        odds, rng = self.group.case.odds, self.world.rng
+        fits = not (odds.refuse and rng.random() < odds.refuse)
+        self.group.moment("parked")
+        self._before = list(self.planes[flip.target.other])
+        plan_hash = hash((flip.target.value == "tp", flip.live_runs))
+        self._tell(EntryReached(flip.flip_id, fits, "" if fits else "does not fit here", plan_hash))
+
+    def on_mover_connected(self, channel: Channel) -> None:
+        """The mover's stream has opened."""
+        self.mover = channel
+        self._tell(MoverConnected())
+
+    def on_mover_lost(self, channel: Channel) -> None:
+        """A stream of the mover has ended, which may be an older one than what is open now."""
+        if self.mover is channel:
+            self.mover = None
+
+    def on_command(self, generation: int, command: AssembleReceived | EnterReceived | DisarmReceived) -> None:
+        """From the mover."""
+        if generation == self._fence[0]:
+            self._tell(command)
+
+    def _tell(self, event: ParticipantEvent) -> None:
+        self.world.note(self.name, "hears", type(event).__name__)
+        for effect in self.participant.on_event(event):
+            self.carry_out(effect)
+
+    def carry_out(self, effect: ParticipantEffect) -> None:
+        """What the participant's table asks for."""
+        if isinstance(effect, StartWork):
+            assert self.follower.flip is not None
+            self._queue.append(self.follower.flip)
+            self._next()
+            return
+        if isinstance(effect, SayPresent):
+            self.group.checks.on_present(self, effect.flip_id, effect.round)
+        if self.mover is not None:
+            self.mover.send(self.rank, self._fence[0], effect)
+            if isinstance(effect, SayPresent):
+                self._maybe_withdraw(effect, self.mover)
+
+    def _maybe_withdraw(self, said: SayPresent, mover: Channel) -> None:
+        odds = self.group.case.odds
+        if odds.withdraw and self.world.rng.random() < odds.withdraw:
+            self.world.at(self.world.draw(self.group.case.control), self, self._withdraw, said, mover)
+
+    def _withdraw(self, said: SayPresent, mover: Channel) -> None:
+        if self.participant.flip_id == said.flip_id and self.participant.round == said.round and mover is self.mover:
+            self.group.checks.on_withdrawn(self, said.flip_id, said.round)
+            mover.send(self.rank, self._fence[0], ("withdraw", said.flip_id, said.round))
+
+    def move(self, flip: FlipEntry) -> Work:
+        """Reads the live rows of the plane in force, exchanges them, writes the other plane, verifies."""
+        plane, odds, rng = self.plane, self.group.case.odds, self.world.rng
+        assert plane is not None
+        blocks = [block for begin, length in flip.live_runs for block in range(begin, begin + length)]
+        self.group.moment("working")
+        yield (self.compute, len(blocks))
+        packed = self._packed(self.planes[flip.target.other], blocks)
+        everyones = yield (plane.join, self.rank, ("exchange", flip.flip_id), packed)
+        yield (self.compute, len(blocks))
+        self._check_equal("rows of the other ranks", Sequence(0), everyones, [packed] * len(everyones))
+        target = self._empty()
+        for place, block in enumerate(blocks):
+            target[block * BLOCK_SLOTS : (block + 1) * BLOCK_SLOTS] = packed[place]
+        self.planes[flip.target] = target
+        yield (plane.join, self.rank, ("verify", flip.flip_id), None)
+        self.group.moment("verified")
+        if odds.fail and rng.random() < odds.fail:
+            self._tell(WorkFailed("checksum", restored=not (odds.breaks and rng.random() < odds.breaks)))
+        else:
+            self._tell(WorkDone(len(blocks) * BLOCK_SLOTS * 8, len(blocks) * BLOCK_SLOTS))
+
+    def _packed(self, source: list[int | None], blocks: list[int]) -> list[list[int | None]]:
+        return [source[block * BLOCK_SLOTS : (block + 1) * BLOCK_SLOTS] for block in blocks]
+
+    def _abandon(self, flip_id: FlipId) -> None:
+        self._tell(AbandonReached(flip_id))
+        if self.planes[self.layout] != self._before:
+            raise InvariantError(
+                "source untouched", f"{self.name}: flip {flip_id} is abandoned and its source has changed"
+            )
+        self.planes[self.layout.other] = self._empty()

@@ -1,0 +1,109 @@
+"""Runs schedules: `python -m tests.sim.run --seeds 1000`, or one again with `--seed 17`.
+
+Ends with status 1 at the first violation, after its seed, the command that shows it again, the invariant and the last
+events.
+"""
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from random import Random
+
+from tests.sim.case import Case, describe, draw_case
+from tests.sim.group import SHIPPED, Group, Parts
+from tests.sim.world import InvariantError
+
+
+@dataclass(slots=True)
+class Totals:
+    """What many schedules did."""
+
+    schedules: int = 0
+    events: int = 0
+    committed: int = 0
+    abandoned: int = 0
+    lost: int = 0
+    carried: int = 0
+
+    def add(self, group: Group) -> None:
+        """Counts one."""
+        checks = group.checks
+        self.schedules += 1
+        self.events += group.world.num_events
+        self.committed += checks.num_committed
+        self.abandoned += checks.num_abandoned
+        self.lost += checks.num_lost
+        self.carried += checks.num_carried
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A seed that broke an invariant."""
+
+    seed: int
+    violation: InvariantError
+    case: Case
+    lines: tuple[str, ...]
+
+    def text(self) -> str:
+        """Everything needed to look into it."""
+        return "\n".join(
+            [
+                *self.lines,
+                f"seed {self.seed}: {describe(self.case)}",
+                f"violated: {self.violation.invariant}: {self.violation.text}",
+                f"again: python -m tests.sim.run --seed {self.seed}",
+            ]
+        )
+
+
+def run_seed(seed: int, parts: Parts = SHIPPED, *, keeps_all: bool = False) -> tuple[Group, Failure | None]:
+    """One schedule."""
+    rng = Random(seed)
+    group = Group(draw_case(rng), rng, parts, keeps_all=keeps_all)
+    try:
+        group.run()
+    except InvariantError as violation:
+        return group, Failure(seed, violation, group.case, tuple(group.world.lines()))
+    return group, None
+
+
+def run_seeds(first: int, num_seeds: int, parts: Parts = SHIPPED) -> tuple[Totals, Failure | None]:
+    """Many schedules, up to the first failure."""
+    totals = Totals()
+    for seed in range(first, first + num_seeds):
+        group, failure = run_seed(seed, parts)
+        if failure is not None:
+            return totals, failure
+        totals.add(group)
+    return totals, None
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m tests.sim.run", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=300, help="how many schedules")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seed", type=int, help="only this one, with all its events")
+    arguments = parser.parse_args()
+    if arguments.seed is not None:
+        group, failure = run_seed(arguments.seed, keeps_all=True)
+        print(failure.text() if failure else "\n".join(group.world.lines()))  # noqa: T201
+        return int(failure is not None)
+    began_s = time.perf_counter()
+    totals, failure = run_seeds(arguments.first, arguments.seeds)
+    took_s = time.perf_counter() - began_s
+    if failure is not None:
+        print(failure.text())  # noqa: T201
+        return 1
+    print(  # noqa: T201
+        f"{totals.schedules} schedules in {took_s:.1f} s ({totals.schedules / took_s:.0f}/s), {totals.events} events, "
+        f"{totals.committed} flips committed carrying {totals.carried} requests, {totals.abandoned} not committed, "
+        f"{totals.lost} generations lost: no violation"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,313 @@
+"""The group's scheduler: the shipped batcher, ledger and fence behind channels, and what holds them together in a flip.
+
+The glue follows the service's generation run: one log to every rank, reports back, a lost rank ends the generation.
+For flips it adds what the contracts say: freeze at the FLIP entry, thaw at COMMIT or ABANDON. A COMMIT waits until
+every step before the FLIP entry is acknowledged: ranks had executed them when they parked, but their reports come by
+another channel than the mover's outcome, and a report of the old epoch must not meet the new fence.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from services.core.flip import FlipOutcome
+from services.core.ids import Epoch, FlipId, Generation, LayoutKind, Rank, RequestId, Sequence
+from services.core.log_follower import FIRST_EPOCH
+from services.core.request import Rejected, RejectReason, RequestEvent, Submission
+from services.core.step import AbandonEntry, CommitEntry, Entry, FlipEntry, LogEntry, ResetEntry, StepPlan, StepReport
+from services.mesh.fence import EpochFence
+from services.policy.decide import Advice, LoadSignal
+from services.scheduler.batcher import Batcher
+from services.scheduler.step_ledger import StepLedger
+from tests.sim.case import STEP_NS
+from tests.sim.data_plane import DataPlane
+from tests.sim.rank import Ready
+from tests.sim.world import Channel, InvariantError, Process
+
+if TYPE_CHECKING:
+    from tests.sim.group import Group
+
+NS_PER_S = 1e9
+MOVER_RETRY_NS = 5_000_000
+"""Between two questions to a mover that is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanText:
+    """A plan in a few letters, written only if somebody reads it."""
+
+    plan: StepPlan
+
+    def __str__(self) -> str:
+        """Released and admitted indexes, then index:[start,end) of each row, a star where it samples."""
+        plan = self.plan
+        words = [f"-{index}" for index in plan.released]
+        words += [f"+{new.request_index}={new.request_id}" for new in plan.admitted]
+        rows = zip(plan.row_request_index, plan.row_start, plan.row_num_tokens, strict=True)
+        for row, (index, start, length) in enumerate(rows):
+            words.append(f"{index}:[{start},{start + length})" + "*" * (row in plan.sampled_row))
+        return " ".join(words)
+
+
+@dataclass(slots=True)
+class PendingFlip:
+    """One attempt, from its entry in the log to the entry of its outcome."""
+
+    entry: FlipEntry
+    outcome: FlipOutcome | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """One generation."""
+
+    batcher: Batcher
+    ledger: StepLedger
+    fence: EpochFence
+    kind: LayoutKind
+    streams: list[Channel]
+    begun_ns: int
+    sequence: Sequence
+    """Of the last entry written; 0 before the first."""
+    ready: set[Rank] = field(default_factory=set)
+    is_open: bool = False
+    flip: PendingFlip | None = None
+    num_flips: int = 0
+    num_abandoned_in_a_row: int = 0
+    flipped_ns: int = 0
+    attempted_ns: int = 0
+
+
+class SchedulerProcess(Process):
+    """The authority; its numbers of generations outlive it, nothing else does."""
+
+    def __init__(self, group: "Group") -> None:
+        super().__init__(group.world, "scheduler")
+        self.group = group
+        self._last_generation = 0
+        self.run: Run | None = None
+        self.router: Channel | None = None
+
+    # A life, and generations.
+
+    def boot(self) -> None:
+        """The process is up: it waits for fresh ranks."""
+        self.is_up, self.run, self.router = True, None, None
+        self.group.connect_router()
+        self.group.connect_policy()
+        self.look_for_ranks()
+
+    def look_for_ranks(self) -> None:
+        """Opens a generation once every rank is up and has had no log."""
+        if self.is_up and self.run is None and self.group.all_fresh:
+            self._open()
+
+    def _open(self) -> None:
+        group = self.group
+        case, layout = group.case, group.layouts[group.case.kind]
+        self._last_generation += 1
+        streams = [Channel(group.world, rank, rank.take_entry, case.control) for rank in group.ranks]
+        self.run = run = Run(
+            batcher=group.parts.batcher(case.limits, layout),
+            ledger=StepLedger(layout.num_ranks, layout.sampling_rank),
+            fence=EpochFence(Generation(self._last_generation), FIRST_EPOCH),
+            kind=case.kind,
+            streams=streams,
+            begun_ns=group.world.now_ns,
+            sequence=Sequence(0),
+            flipped_ns=group.world.now_ns,
+            attempted_ns=group.world.now_ns,
+        )
+        plane = DataPlane(group.world, list(group.ranks), case.link_capacity, case.data)
+        group.checks.on_generation(run.fence.generation, plane)
+        for rank in group.ranks:
+            rank.open(Channel(group.world, self, self._hear_of(run), case.control), plane)
+        limits = case.limits
+        self.append(ResetEntry(run.kind, limits.num_blocks, limits.max_resident_requests, limits.context_tokens))
+
+    def lose(self, run: Run, reason: str) -> None:
+        """The generation is over: ranks exit, routers submit again."""
+        if self.run is not run:
+            return
+        self.world.note(self.name, "lost", f"generation {run.fence.generation}:", reason)
+        self.group.checks.on_lost(run, reason)
+        self.run = None
+        for rank, stream in zip(self.group.ranks, run.streams, strict=True):
+            stream.end(rank.on_stream_end)
+        if self.router is not None:
+            self.router.send("lost", run.fence.generation)
+        self.group.leave_mover(run)
+        self.look_for_ranks()
+
+    # Requests.
+
+    def on_router(self, what: str, request_id: RequestId, argument: Submission | int | None) -> None:
+        """A message of the router."""
+        self.world.note(self.name, what, request_id)
+        run = self.run
+        if run is None or not run.is_open:
+            if what == "submit":
+                self._deliver([Rejected(request_id, RejectReason.UNAVAILABLE, "", "no generation")])
+            return
+        batcher = run.batcher
+        if isinstance(argument, Submission):
+            self._deliver(batcher.submit(argument, self.world.now_ns))
+        elif isinstance(argument, int):
+            self._deliver(batcher.finish(request_id, argument))
+        else:
+            self._deliver(batcher.abort(request_id))
+        self._pump(run)
+
+    def _deliver(self, events: list[RequestEvent]) -> None:
+        if events and self.router is not None:
+            self.router.send("events", tuple(events))
+
+    # The log.
+
+    def append(self, entry: Entry) -> None:
+        """Writes one entry to every rank."""
+        run = self.run
+        assert run is not None
+        run.sequence = Sequence(run.sequence + 1)
+        logged = LogEntry(run.fence.generation, run.fence.epoch, run.sequence, entry)
+        self.group.checks.on_logged(logged)
+        for stream in run.streams:
+            stream.send(logged)
+
+    def _pump(self, run: Run) -> None:
+        while (plan := run.batcher.next_step(Sequence(run.sequence + 1))) is not None:
+            self.append(plan)
+            run.ledger.issue(run.sequence, plan, self.world.now_ns)
+            self.world.note(self.name, "step", run.sequence, f"mb{plan.microbatch}", PlanText(plan))
+            if self.group.case.faults:
+                self.world.at(STEP_NS, self, self._watch, run)
+        self._deliver(run.batcher.take_events())
+
+    def _watch(self, run: Run) -> None:
+        if self.run is run and (reason := run.ledger.overdue(self.world.now_ns, STEP_NS)) is not None:
+            self.lose(run, reason)
+
+    # Answers.
+
+    def _hear_of(self, run: Run):  # type: ignore[no-untyped-def]
+        def hear(rank: Rank, fence: tuple[int, int], message: Ready | StepReport) -> None:
+            if self.run is run:
+                self._hear(run, rank, fence, message)
+
+        return hear
+
+    def _hear(self, run: Run, rank: Rank, fence: tuple[int, int], message: Ready | StepReport) -> None:
+        refusal = run.fence.admit(Generation(fence[0]), Epoch(fence[1]), f"rank {rank}")
+        if refusal is not None:
+            raise InvariantError("fence", refusal)
+        if isinstance(message, Ready):
+            run.ready.add(rank)
+            if len(run.ready) == len(run.streams):
+                self._opened(run)
+            return
+        heard = run.ledger.hear(rank, message, self.world.now_ns)
+        if heard.tokens is not None:
+            self._deliver(run.batcher.on_tokens(heard.sequence, heard.tokens))
+        if heard.is_acknowledged:
+            run.batcher.on_acknowledged(heard.sequence)
+            self.group.checks.census(run)
+            self.maybe_commit(run)
+        self._pump(run)
+
+    def _opened(self, run: Run) -> None:
+        run.is_open = True
+        self.world.note(self.name, "open", f"generation {run.fence.generation}", run.kind.value)
+        if self.router is not None:
+            self.router.send("opened", run.fence.generation)
+        if self.group.case.policy_ns is not None:
+            self.world.at(self.group.case.policy_ns, self, self._signal, run)
+
+    # Flips.
+
+    def trigger(self, target: LayoutKind, why: str) -> None:
+        """Somebody wants `target`: arms a flip, unless one is pending or the layout is in force."""
+        run = self.run
+        if run is None or not run.is_open or run.flip is not None or run.kind is target:
+            self.world.note(self.name, "no-flip", target.value, why)
+            return
+        run.num_flips += 1
+        run.batcher.freeze()
+        entry = FlipEntry(FlipId(run.num_flips), target, run.batcher.live_runs())
+        run.flip = PendingFlip(entry)
+        self.group.checks.on_freeze(run, entry.flip_id)
+        self.append(entry)
+        self.world.note(self.name, "flip", entry.flip_id, target.value, why, f"live {entry.live_runs}")
+        self.ask_mover(run)
+
+    def ask_mover(self, run: Run) -> None:
+        """Asks for the outcome, and again until there is one."""
+        if self.run is run and run.flip is not None and run.flip.outcome is None:
+            self.group.ask_mover(self, run)
+
+    def on_outcome(self, run: Run, flip_id: FlipId, outcome: FlipOutcome, reason: str) -> None:
+        """The mover has decided."""
+        flip = run.flip
+        if self.run is not run or flip is None or flip.entry.flip_id != flip_id or flip.outcome is not None:
+            return
+        self.world.note(self.name, "outcome", flip_id, outcome.value, reason)
+        self.group.checks.on_outcome(outcome, reason)
+        flip.outcome = outcome
+        match outcome:
+            case FlipOutcome.COMMITTED:
+                self.maybe_commit(run)
+            case FlipOutcome.ABANDONED | FlipOutcome.RESTORED:
+                run.num_abandoned_in_a_row += 1
+                self.append(AbandonEntry(flip_id, reason))
+                self._end_flip(run, flip)
+            case FlipOutcome.BROKEN:
+                self.lose(run, reason)
+
+    def maybe_commit(self, run: Run) -> None:
+        """Writes the COMMIT that the mover has decided, once nothing is in flight."""
+        flip = run.flip
+        if flip is not None and flip.outcome is FlipOutcome.COMMITTED and self.may_commit(run):
+            self.append(CommitEntry(flip.entry.flip_id, flip.entry.target))
+            run.fence.move(run.fence.generation, Epoch(run.fence.epoch + 1))
+            run.kind, run.flipped_ns, run.num_abandoned_in_a_row = flip.entry.target, self.world.now_ns, 0
+            self._end_flip(run, flip)
+
+    def may_commit(self, run: Run) -> bool:
+        """Whether every step before the FLIP entry is answered."""
+        return run.batcher.is_parked
+
+    def _end_flip(self, run: Run, flip: PendingFlip) -> None:
+        run.flip = None
+        self.group.checks.on_thaw(run, flip)
+        run.attempted_ns = self.world.now_ns
+        self.thaw(run)
+        self.world.note(self.name, "thaw", run.kind.value, f"epoch {run.fence.epoch}")
+        self.group.checks.census(run)
+        self._pump(run)
+
+    def thaw(self, run: Run) -> None:
+        """Serving goes on, under the layout now in force."""
+        run.batcher.thaw(self.group.layouts[run.kind])
+
+    # The policy.
+
+    def _signal(self, run: Run) -> None:
+        if self.run is not run or not self.group.router.num_open:
+            return
+        load, now_ns = run.batcher.load(), self.world.now_ns
+        signal = LoadSignal(
+            layout=run.kind,
+            uncomputed_prefill_tokens=load.uncomputed_prefill_tokens,
+            decode_rows=load.decode_rows,
+            queued_requests=load.queued_requests,
+            since_flip_s=(now_ns - run.flipped_ns) / NS_PER_S,
+            since_attempt_s=(now_ns - run.attempted_ns) / NS_PER_S,
+            abandoned_in_a_row=run.num_abandoned_in_a_row,
+            idle_s=0.0,
+        )
+        self.group.ask_policy(signal)
+        assert self.group.case.policy_ns is not None
+        self.world.at(self.group.case.policy_ns, self, self._signal, run)
+
+    def on_advice(self, advice: Advice) -> None:
+        """The policy's answer."""
+        if self.run is not None and advice.layout is not self.run.kind:
+            self.trigger(advice.layout, "policy")

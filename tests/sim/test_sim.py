@@ -1,0 +1,102 @@
+"""Schedules that break nothing, seeds that replay, and each fault put back found among seeds that the tree survives."""
+
+import re
+from random import Random
+
+import pytest
+
+from services.router.sessions import Choice
+from tests.sim.case import draw_case
+from tests.sim.run import run_seed, run_seeds
+from tests.sim.specimens import SPECIMENS, Specimen
+from tests.sim.world import TAIL_EVENTS, Channel, Process, World
+
+NUM_SEEDS = 300
+NUM_BATCHES = 6
+
+
+@pytest.mark.parametrize("batch", range(NUM_BATCHES))
+def test_no_schedule_breaks_an_invariant(batch: int) -> None:
+    num_seeds = NUM_SEEDS // NUM_BATCHES
+    totals, failure = run_seeds(batch * num_seeds, num_seeds)
+    assert failure is None, failure.text()
+    assert totals.schedules == num_seeds
+    assert totals.committed > num_seeds // 4 and totals.abandoned and totals.lost, "the schedules exercise nothing"
+
+
+@pytest.mark.parametrize("specimen", SPECIMENS, ids=lambda specimen: specimen.name)
+def test_a_fault_put_back_is_found(specimen: Specimen) -> None:
+    for seed in specimen.seeds:
+        _, failure = run_seed(seed, specimen.parts)
+        if failure is not None:
+            assert failure.violation.invariant in specimen.invariants, failure.text()
+            _, shipped = run_seed(seed)
+            assert shipped is None, shipped.text()
+            return
+    pytest.fail(f"not found among seeds {specimen.seeds}")
+
+
+@pytest.mark.parametrize("seed", [0, 7, 36, 53])
+def test_a_seed_replays_exactly(seed: int) -> None:
+    first, second = (run_seed(seed, keeps_all=True)[0] for _ in range(2))
+    assert first.world.fingerprint() == second.world.fingerprint()
+    assert first.world.num_events == second.world.num_events > TAIL_EVENTS
+    assert first.world.fingerprint() != run_seed(seed + 1, keeps_all=True)[0].world.fingerprint()
+
+
+def test_a_failure_says_how_to_see_it_again() -> None:
+    specimen = SPECIMENS[0]
+    failure = next(failure for seed in specimen.seeds if (failure := run_seed(seed, specimen.parts)[1]) is not None)
+    *events, about, violated, again = failure.text().splitlines()
+    assert again == f"again: python -m tests.sim.run --seed {failure.seed}"
+    assert violated.startswith(f"violated: {failure.violation.invariant}: ")
+    assert about.startswith(f"seed {failure.seed}: {failure.case.num_ranks} ranks")
+    assert 0 < len(events) <= TAIL_EVENTS
+    assert all(re.match(r" *\d+\.\d{3}  \S+ +\S+", event) for event in events)
+
+
+def test_seeds_reach_what_they_are_to_reach() -> None:
+    cases = [draw_case(Random(seed)) for seed in range(NUM_SEEDS)]
+    assert {case.num_ranks for case in cases} == {1, 2, 3, 4}
+    assert {fault.kind for case in cases for fault in case.faults} == {"crash", "stop", "unlink"}
+    assert {fault.who for case in cases for fault in case.faults} >= {"mover", "scheduler", "rank-0", "rank-3"}
+    assert any(case.odds.withdraw for case in cases) and any(asked.stop for case in cases for asked in case.asked)
+    assert any(not case.faults for case in cases)
+
+
+# The world itself.
+
+
+def a_world() -> tuple[World, Process]:
+    world = World(Random(1))
+    return world, Process(world, "p")
+
+
+def test_a_channel_is_fifo_and_channels_race_each_other() -> None:
+    world, process, arrived = *a_world(), list[tuple[int, int]]()
+    channels = [Channel(world, process, lambda *message: arrived.append(message), (0, 1000)) for _ in range(2)]
+    for number in range(50):
+        for name, channel in enumerate(channels):
+            channel.send(name, number)
+    world.run(10_000)
+    assert [number for name, number in arrived if name == 0] == list(range(50))
+    assert [number for name, number in arrived if name == 1] == list(range(50))
+    assert arrived != sorted(arrived, key=lambda message: message[1])
+
+
+def test_a_stopped_process_hears_everything_later_and_a_dead_one_nothing() -> None:
+    world, process, arrived = *a_world(), list[object]()
+    for number in range(3):
+        world.at(number, process, arrived.append, number)
+    process.stop()
+    world.at(10, None, process.go_on)
+    world.at(11, process, arrived.append, "late")
+    world.at(12, None, process.die)
+    world.at(13, process, arrived.append, "never")
+    world.run(100)
+    assert arrived == [0, 1, 2, "late"]
+
+
+def test_the_router_core_is_the_shipped_one() -> None:
+    group, _ = run_seed(0)
+    assert all(type(client.choice) is Choice for client in group.router.clients)
