@@ -48,41 +48,13 @@ def paged_attention(
     of them (itself included) where given. `softcap` c bends scores to c * tanh(score / c). Raises ValueError for shapes
     that do not fit, and for a table row, context or block id outside its range, before anything is written.
     """
+    _check_heads(q_THD, k_pool, v_pool, out_THD, kv_head_begin, num_kv_heads)
+    if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
+        raise ValueError(f"window {window} and softcap {softcap}: each is absent or above 0")
+    _check_batch(block_tables, row_of_sequence, query_start, context_tokens)
     num_tokens, num_q_heads, head_dim = q_THD.shape
-    num_blocks, num_pool_heads, block_slots, pool_dim = k_pool.shape
+    num_blocks, num_pool_heads = k_pool.shape[:2]
     num_table_rows, table_stride = block_tables.shape
-    q_strides, out_strides = q_THD.stride(), out_THD.stride()
-    if (
-        block_slots != BLOCK_SLOTS
-        or pool_dim != head_dim
-        or v_pool.shape != k_pool.shape
-        or not (k_pool.is_contiguous() and v_pool.is_contiguous() and block_tables.is_contiguous())
-        or out_THD.shape != q_THD.shape
-        or head_dim % 8
-        or head_dim > MAX_HEAD_DIM
-        or num_kv_heads < 1
-        or num_q_heads % num_kv_heads
-        or not 0 <= kv_head_begin <= num_pool_heads - num_kv_heads
-        or q_strides[1:] != (head_dim, 1)
-        or out_strides[1:] != (head_dim, 1)
-        or (window is not None and window < 1)
-        or (softcap is not None and softcap <= 0)
-    ):
-        raise ValueError(
-            f"attention cannot take q {tuple(q_THD.shape)} strides {q_strides}, out strides {out_strides}, pool "
-            f"{tuple(k_pool.shape)}, {num_kv_heads} KV heads from {kv_head_begin}, window {window}, softcap {softcap}: "
-            "see paged_attention for what fits"
-        )
-    num_sequences = row_of_sequence.numel()
-    if (
-        query_start.numel() != num_sequences + 1
-        or context_tokens.numel() != num_sequences
-        or not block_tables.dtype == row_of_sequence.dtype == query_start.dtype == context_tokens.dtype == torch.int32
-    ):
-        raise ValueError(
-            f"{num_sequences} sequences as int32 expected, got query_start of {query_start.numel()} (one more than "
-            f"sequences), context_tokens of {context_tokens.numel()}, tables {block_tables.dtype}: pass one batch"
-        )
     _native.paged_attention(
         q_THD.data_ptr(),
         k_pool.data_ptr(),
@@ -92,13 +64,13 @@ def paged_attention(
         query_start.data_ptr(),
         context_tokens.data_ptr(),
         out_THD.data_ptr(),
-        num_sequences,
+        row_of_sequence.numel(),
         num_tokens,
         num_q_heads,
         num_kv_heads,
         head_dim,
-        q_strides[0],
-        out_strides[0],
+        q_THD.stride(0),
+        out_THD.stride(0),
         num_blocks,
         num_pool_heads,
         kv_head_begin,
@@ -108,6 +80,45 @@ def paged_attention(
         scale,
         softcap or 0.0,
     )
+
+
+def _check_heads(
+    q_THD: Tensor, k_pool: Tensor, v_pool: Tensor, out_THD: Tensor, kv_head_begin: int, num_kv_heads: int
+) -> None:
+    num_q_heads, head_dim = q_THD.shape[1:]
+    num_pool_heads, block_slots, pool_dim = k_pool.shape[1:]
+    if (
+        block_slots != BLOCK_SLOTS
+        or pool_dim != head_dim
+        or v_pool.shape != k_pool.shape
+        or not (k_pool.is_contiguous() and v_pool.is_contiguous())
+        or out_THD.shape != q_THD.shape
+        or head_dim % 8
+        or head_dim > MAX_HEAD_DIM
+        or num_kv_heads < 1
+        or num_q_heads % num_kv_heads
+        or not 0 <= kv_head_begin <= num_pool_heads - num_kv_heads
+        or q_THD.stride()[1:] != (head_dim, 1)
+        or out_THD.stride()[1:] != (head_dim, 1)
+    ):
+        raise ValueError(
+            f"attention cannot take q {tuple(q_THD.shape)} strides {q_THD.stride()}, out strides {out_THD.stride()}, "
+            f"pool {tuple(k_pool.shape)}, {num_kv_heads} KV heads from {kv_head_begin}: see paged_attention"
+        )
+
+
+def _check_batch(block_tables: Tensor, row_of_sequence: Tensor, query_start: Tensor, context_tokens: Tensor) -> None:
+    num_sequences = row_of_sequence.numel()
+    if (
+        query_start.numel() != num_sequences + 1
+        or context_tokens.numel() != num_sequences
+        or not block_tables.is_contiguous()
+        or not block_tables.dtype == row_of_sequence.dtype == query_start.dtype == context_tokens.dtype == torch.int32
+    ):
+        raise ValueError(
+            f"{num_sequences} sequences as int32 expected, got query_start of {query_start.numel()} (one more than "
+            f"sequences), context_tokens of {context_tokens.numel()}, tables {block_tables.dtype}: pass one batch"
+        )
 
 
 def paged_attention_reference(

@@ -1,6 +1,7 @@
 """A whole router in this process, wired by its real factory, between real clients and a scripted scheduler."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -83,3 +84,11 @@ async def eventually(holds: Callable[[], bool]) -> None:
 
 def alphabet(prompt: bytes) -> bytes:
     return ALPHABET
+
+
+def events_of(text: str) -> list[Any]:
+    """The data of each server-sent event; the framing is checked on the way."""
+    assert text.endswith("\n\n")
+    events = text.removesuffix("\n\n").split("\n\n")
+    assert all(event.startswith("data: ") and "\n" not in event for event in events)
+    return [data if data == "[DONE]" else json.loads(data) for data in (e.removeprefix("data: ") for e in events)]
