@@ -13,7 +13,7 @@ from services.core.ids import LayoutKind
 from services.mesh.codec.common import layout_to_proto
 from services.mesh.codec.policy import MODE_NAMES, mode_from_proto, mode_to_proto
 from services.mesh.rpc import unary
-from tools.mesh_client import CALL_S, add_common, mesh_client
+from tools.mesh_client import CALL_S, MeshClient, add_common, mesh_client
 
 FLIP_MARGIN_S = 10.0
 """Beyond the flip's own deadlines, for the calls around it."""
@@ -35,12 +35,21 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     policy.set_defaults(run=lambda arguments: asyncio.run(_policy(arguments)))
 
 
+async def flip_by_hand(client: MeshClient, target: LayoutKind) -> router_pb.FlipResponse:
+    """Asks for a flip and waits for what becomes of it, committed or not.
+
+    Raises:
+        MeshError: the router did not answer in time.
+    """
+    deadlines = client.settings.deadlines
+    bound_s = deadlines.park_s + deadlines.presence_s + deadlines.flip_data_plane_s + FLIP_MARGIN_S
+    request = router_pb.FlipRequest(target=layout_to_proto(target))
+    return await unary(AdminServiceStub(client.channel("router")).Flip, request, timeout_s=bound_s)
+
+
 async def _flip(arguments: argparse.Namespace) -> int:
     async with mesh_client(arguments.config) as client:
-        deadlines = client.settings.deadlines
-        bound_s = deadlines.park_s + deadlines.presence_s + deadlines.flip_data_plane_s + FLIP_MARGIN_S
-        request = router_pb.FlipRequest(target=layout_to_proto(LayoutKind(arguments.target)))
-        answer = await unary(AdminServiceStub(client.channel("router")).Flip, request, timeout_s=bound_s)
+        answer = await flip_by_hand(client, LayoutKind(arguments.target))
     if arguments.json:
         facts = {"committed": answer.committed, "flip_id": answer.flip_id, "epoch": answer.epoch}
         print(json.dumps({**facts, "target": arguments.target, "reason": answer.reason}))
