@@ -36,6 +36,8 @@ class Asked:
     priority: int = 0
     abort_ns: int | None = None
     """After `at_ns` the client goes away."""
+    poison_index: int | None = None
+    """An output token whose logits are not finite: the request fails there, and nobody else does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,8 @@ class Case:
     link_capacity: int = 2
     slow_share: float = 0.0
     """Of all channels: those that are many times slower than the others."""
+    uses_shipped_table: bool = False
+    """Rank 0 drives the worker's own resident table as well."""
 
     @property
     def begin_ns(self) -> int:
@@ -151,6 +155,7 @@ def draw_case(rng: Random) -> Case:
         slowness=tuple(rng.choice((1.0, 1.0, 1.5, 4.0)) for _ in range(num_ranks)),
         link_capacity=rng.choice((1, 2, 4)),
         slow_share=rng.choice((0.0, 0.0, 0.1, 0.3)),
+        uses_shipped_table=rng.random() < 0.1,
     )
 
 
@@ -188,6 +193,7 @@ def _asked(rng: Random, limits: BatchLimits, horizon_ns: int) -> tuple[Asked, ..
                 stop="".join(map(letter, _tokens(rng, 1))) if rng.random() < 0.15 else None,
                 priority=rng.choice((0, 0, 0, 1, -1)),
                 abort_ns=int(rng.random() * 20 * MS) if rng.random() < 0.15 else None,
+                poison_index=rng.choice((0, 1, 3, 8)) if rng.random() < 0.05 else None,
             )
         )
     return tuple(asked)
@@ -222,7 +228,7 @@ def _faults(rng: Random, num_ranks: int, horizon_ns: int) -> tuple[Fault, ...]:
 def _odds(rng: Random) -> Odds:
     return Odds(
         refuse=rng.choice((0.0, 0.0, 0.0, 0.2)),
-        withdraw=rng.choice((0.0, 0.0, 0.2, 0.5)),
+        withdraw=rng.choice((0.0, 0.0, 0.3, 0.6)),
         fail=rng.choice((0.0, 0.0, 0.0, 0.2)),
         breaks=rng.choice((0.0, 0.0, 0.3)),
     )

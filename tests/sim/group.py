@@ -68,6 +68,9 @@ class Group:
         self.case, self.parts = case, parts
         self.world = World(rng, keeps_all=keeps_all, slow_share=case.slow_share, slow_ns=SLOW_CHANNEL_NS)
         self.layouts: dict[LayoutKind, Layout] = LAYOUTS[case.num_ranks]
+        self.poison = {
+            asked.name: len(asked.prompt) + asked.poison_index for asked in case.asked if asked.poison_index is not None
+        }
         self.checks = Checks(self)
         self.router = RouterProcess(self)
         self.scheduler = parts.scheduler(self)

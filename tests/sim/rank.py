@@ -42,6 +42,7 @@ from services.core.step import (
 )
 from tests.sim.data_plane import WAIT, DataPlane, Member
 from tests.sim.resident_places import Places
+from tests.sim.shipped_table import ShippedPlaces
 from tests.sim.toy_model import next_token
 from tests.sim.world import Channel, InvariantError
 
@@ -155,7 +156,12 @@ class RankProcess(Member):
 
     def _reset(self, reset: ResetEntry) -> None:
         self.num_blocks = reset.num_blocks
-        self.places = self.group.parts.places(reset.max_resident_requests)
+        case = self.group.case
+        if case.uses_shipped_table and self.rank == 0:
+            self.places = ShippedPlaces(reset, case.limits.max_batch_tokens)
+        else:
+            self.places = self.group.parts.places(reset.max_resident_requests)
+        self.places.poison = self.group.poison
         self.planes = {kind: self._empty() for kind in LayoutKind}
         assert self.reports is not None
         self.reports.send(self.rank, self._fence, Ready(self.rank))
@@ -199,7 +205,8 @@ class RankProcess(Member):
                 yield (plane.join, self.rank, (sequence, "logits"), None)
             sampled = self._sample(plan, sequence, ends, plane)
         self._digest = hash((self._digest, sequence, tuple(ends)))
-        self._report(StepReport(sequence, self._digest, 0, 0, None if sampled is None else SampledTokens(sampled)))
+        tokens = None if sampled is None else SampledTokens(sampled, non_finite=places.non_finite(plan))
+        self._report(StepReport(sequence, self._digest, 0, 0, tokens))
 
     def _attend(self, plan: StepPlan, sequence: Sequence) -> None:
         assert self.places is not None
@@ -275,7 +282,7 @@ class RankProcess(Member):
     def _maybe_withdraw(self, said: SayPresent, mover: Channel) -> None:
         odds = self.group.case.odds
         if odds.withdraw and self.world.rng.random() < odds.withdraw:
-            self.world.at(self.world.draw(self.group.case.control), self, self._withdraw, said, mover)
+            self.world.at(self.world.draw((0, self.group.case.control[1])), self, self._withdraw, said, mover)
 
     def _withdraw(self, said: SayPresent, mover: Channel) -> None:
         if self.participant.flip_id == said.flip_id and self.participant.round == said.round and mover is self.mover:

@@ -47,9 +47,11 @@ class Places:
 
     def __init__(self, max_resident_requests: int) -> None:
         self.by_index: dict[int, Place] = {}
+        self.poison: dict[str, int] = {}
+        """By request, a position whose logits are never finite."""
         self._max_resident_requests = max_resident_requests
 
-    def apply_tokens(self, step: int, targets: Items[tuple[int, int]], ids: Items[int]) -> None:
+    def apply_tokens(self, step: Sequence, targets: Items[tuple[int, int]], ids: Items[int]) -> None:
         """Writes what `step` sampled, unless its place was freed or taken again since."""
         for (index, position), token in zip(targets, ids, strict=True):
             place = self.by_index.get(index)
@@ -99,6 +101,15 @@ class Places:
             self.by_index[index].extend_chains(start + length)
             for index, start, length in zip(indexes, plan.row_start, plan.row_num_tokens, strict=True)
         ]
+
+    def non_finite(self, plan: StepPlan) -> frozenset[int]:
+        """Which sampled rows have no finite logits: where the next token would have a request's poisoned position."""
+        return frozenset(
+            place
+            for place, row in enumerate(plan.sampled_row)
+            if self.poison.get(self.by_index[plan.row_request_index[row]].name.partition("+")[0])
+            == plan.row_start[row] + plan.row_num_tokens[row]
+        )
 
     def read_rows(self, rank: "RankProcess", plan: StepPlan, slots: list[int | None], sequence: Sequence) -> None:
         """Checks that every slot before each row holds exactly the request's own history."""

@@ -10,7 +10,7 @@ from services.core.ids import RequestId, TokenId
 from services.core.request import FinishReason, RequestEvent, SamplingParams, Submission
 from services.router.choice_text import ChoiceText
 from services.router.detokenize import StopStrings
-from services.router.refusal import Kind
+from services.router.refusal import Kind, RefusalError
 from services.router.sessions import Choice, FinishAt, TryAgain
 from services.router.vocabulary import Vocabulary
 from services.scheduler.limits import BatchLimits
@@ -61,7 +61,11 @@ def client_of(asked: Asked, limits: BatchLimits) -> Client:
     )
     text = ChoiceText(LETTERS, None if asked.stop is None else StopStrings([asked.stop]))
     max_tokens = min(len(asked.prompt) + asked.max_output_tokens, limits.context_tokens)
-    return Client(asked, Choice(0, submission, text), reference(asked.prompt, max_tokens, asked.end_ids, asked.stop))
+    return Client(
+        asked,
+        Choice(0, submission, text),
+        reference(asked.prompt, max_tokens, asked.end_ids, asked.stop, asked.poison_index),
+    )
 
 
 class RouterProcess(Process):
@@ -175,20 +179,29 @@ class RouterProcess(Process):
         name, expected, ending = client.asked.name, client.expected, client.choice.ending
         assert ending is not None
         if ending.failure is not None:
-            allowed = {Kind.OVERLOADED, Kind.UNAVAILABLE}
-            if len(client.asked.prompt) >= self.group.case.limits.context_tokens:
-                allowed = {*allowed, Kind.INVALID}
-            if ending.failure.kind not in allowed or client.token_ids:
-                raise InvariantError(
-                    "failures", f"{name} failed after {len(client.token_ids)} tokens: {ending.failure}"
-                )
+            self._check_failure(client, ending.failure)
             return
         wanted = FinishReason.STOP if expected.is_stopped else FinishReason.LENGTH
-        if reason is not wanted or tuple(client.token_ids) != expected.token_ids or client.text != expected.text:
+        if (
+            expected.is_failed
+            or reason is not wanted
+            or tuple(client.token_ids) != expected.token_ids
+            or client.text != expected.text
+        ):
             raise InvariantError(
                 "answers",
                 f"{name} ended by {reason.value} with {client.text!r}, alone {wanted.value} {expected.text!r}",
             )
+
+    def _check_failure(self, client: Client, failure: RefusalError) -> None:
+        got, expected = tuple(client.token_ids), client.expected
+        if expected.is_failed and failure.kind is Kind.FAILED and got == expected.token_ids:
+            return
+        allowed = {Kind.OVERLOADED, Kind.UNAVAILABLE}
+        if len(client.asked.prompt) >= self.group.case.limits.context_tokens:
+            allowed = {*allowed, Kind.INVALID}
+        if failure.kind not in allowed or got:
+            raise InvariantError("failures", f"{client.asked.name} failed after {client.text!r}: {failure}")
 
     def check_end(self) -> None:
         """Nobody waits any more."""

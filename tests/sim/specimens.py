@@ -34,6 +34,8 @@ from tests.sim.rank import RankProcess, Work
 from tests.sim.resident_places import Place, Places
 from tests.sim.scheduler import PendingFlip, Run, SchedulerProcess
 
+NUM_SEEDS = 300
+
 Runs = tuple[tuple[BlockId, int], ...]
 
 
@@ -44,7 +46,7 @@ class Specimen:
     name: str
     parts: Parts
     invariants: frozenset[str]
-    seeds: range
+    seeds: range = range(NUM_SEEDS)
     """It must be found among these."""
 
 
@@ -273,8 +275,8 @@ class InPlaceRank(RankProcess):
             source[begin * 16 : (begin + length) * 16] = [None] * (length * 16)
 
 
-def _specimen(name: str, invariants: Items[str], first: int = 0, **parts: type) -> Specimen:
-    return Specimen(name, replace(SHIPPED, **parts), frozenset(invariants), range(first, first + 200))
+def _specimen(name: str, invariants: Items[str], **parts: type) -> Specimen:
+    return Specimen(name, replace(SHIPPED, **parts), frozenset(invariants))
 
 
 SPECIMENS = (
@@ -285,17 +287,19 @@ SPECIMENS = (
     _specimen("releases not announced", ("resident table",), batcher=UnannouncedBatcher),
     _specimen("extent from lengths (J2)", ("context", "frozen blocks"), batcher=LengthExtentBatcher),
     _specimen("extent from one microbatch (J1)", ("context", "frozen blocks"), batcher=OneSlotExtentBatcher),
-    _specimen(
-        "index without admitted_at", ("known tokens", "context", "agreement", "answers"), 400, places=AnyStepPlaces
-    ),
+    _specimen("index without admitted_at", ("known tokens", "context", "agreement", "answers"), places=AnyStepPlaces),
     _specimen("presence of the attempt (P)", ("stale quorum",), coordinator=StaleQuorum),
     _specimen("commit at the first verified", ("commit after all verified",), coordinator=HastyCoordinator),
     _specimen("ENTER said once", ("convergence",), coordinator=DeafCoordinator),
-    _specimen("ENTER not journalled", ("collective order", "wedge", "convergence"), mover=UnwrittenEnterMover),
+    _specimen(
+        "ENTER not journalled",
+        ("collective order", "wedge", "convergence", "generation lost"),
+        mover=UnwrittenEnterMover,
+    ),
     _specimen("early marks dropped", ("convergence",), mover=ForgetfulMover),
     _specimen("a rank enters alone", ("raised", "wedge", "convergence"), participant=EagerParticipant),
     _specimen("carry dropped (J3, K)", ("wedge", "resident table", "liveness"), scheduler=DroppedCarryScheduler),
-    _specimen("carry twice (Z7)", ("raised", "wedge", "census"), scheduler=DoubleCarryScheduler),
+    _specimen("carry twice (Z7)", ("raised", "wedge", "census", "rows", "liveness"), scheduler=DoubleCarryScheduler),
     _specimen("commit before reports", ("fence", "raised"), scheduler=ImpatientScheduler),
     _specimen("old epoch after COMMIT", ("raised",), scheduler=StaleEpochScheduler),
     _specimen("entries reordered", ("raised",), scheduler=ReorderedScheduler),

@@ -50,12 +50,22 @@ class Reference:
     token_ids: tuple[TokenId, ...]
     text: str
     is_stopped: bool
+    is_failed: bool = False
+    """The model could not say the token after these."""
 
 
-def reference(prompt: tuple[TokenId, ...], max_tokens: int, end_ids: frozenset[TokenId], stop: str | None) -> Reference:
+def reference(
+    prompt: tuple[TokenId, ...],
+    max_tokens: int,
+    end_ids: frozenset[TokenId],
+    stop: str | None,
+    poison: int | None = None,
+) -> Reference:
     """Runs one request alone to a sequence of `max_tokens` tokens at most."""
     chain, output, text = chain_of(prompt), list[TokenId](), ""
     while len(prompt) + len(output) < max_tokens:
+        if len(output) == poison:
+            return Reference(tuple(output), text, False, is_failed=True)
         token = next_token(chain)
         if token in end_ids:
             return Reference(tuple(output), text, True)
