@@ -3,6 +3,7 @@
 import shutil
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 from setuptools import Command, Extension, setup
 from setuptools.command.build import build
@@ -15,7 +16,7 @@ class BuildProtos(Command):
     """Compiles protos/**/*.proto beside their sources; an editable install imports them from there."""
 
     description = "compile the protos"
-    user_options: list[tuple[str, str, str]] = []
+    user_options: ClassVar[list[tuple[str, str, str]]] = []
     editable_mode = False
     build_lib: str | None = None
 
@@ -60,7 +61,7 @@ class BuildProtos(Command):
 class Build(build):
     """The standard build with the protos first."""
 
-    sub_commands = [("build_protos", None), *build.sub_commands]
+    sub_commands: ClassVar = [("build_protos", None), *build.sub_commands]
 
 
 setup(

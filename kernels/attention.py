@@ -50,7 +50,7 @@ def paged_attention(
     """
     _check_heads(q_THD, k_pool, v_pool, out_THD, kv_head_begin, num_kv_heads)
     if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
-        raise ValueError(f"window {window} and softcap {softcap}: each is absent or above 0")
+        raise ValueError(f"attention cannot take window {window} and softcap {softcap}: each is absent or above 0")
     _check_batch(block_tables, row_of_sequence, query_start, context_tokens)
     num_tokens, num_q_heads, head_dim = q_THD.shape
     num_blocks, num_pool_heads = k_pool.shape[:2]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.linear import WIDEST_LANES, Matrix, dequantize, multiply
-from services.core.ggml_types import GgmlType, block_length, row_bytes
+from services.formats.ggml_types import GgmlType, block_length, row_bytes
 
 SHAPES = ((576, 576), (1536, 576), (576, 1536), (49152, 576))
 NUM_TOKENS = (1, 4, 8, 32)

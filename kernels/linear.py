@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 import kernels._native as _native
-from services.core.ggml_types import GgmlType, block_bytes, block_length, row_bytes
+from services.formats.ggml_types import GgmlType, block_bytes, block_length, row_bytes
 
 # Vectors of 16 floats are the widest there are (AVX-512); 8 stands for AVX2 and 4 for portable code.
 WIDEST_LANES = 16

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from services.core.geometry import ModelGeometry, geometry_from_config, geometry_from_gguf
-from services.core.gguf import GgufArray, GgufMetadata, check_split, parse_gguf, split_part_names
 from services.core.ids import TokenId
-from services.core.model_file import ModelFileError
-from services.core.safetensors import INDEX_NAME, check_index, choose_weight_files, parse_index, parse_safetensors
-from services.core.tensor_places import TensorPlace, WeightFile, locate_tensors
+from services.formats.geometry import ModelGeometry, geometry_from_config, geometry_from_gguf
+from services.formats.gguf import GgufArray, GgufMetadata, check_split, parse_gguf, split_part_names
+from services.formats.model_file import ModelFileError
+from services.formats.safetensors import INDEX_NAME, check_index, choose_weight_files, parse_index, parse_safetensors
+from services.formats.tensor_places import TensorPlace, WeightFile, locate_tensors
 from services.mesh.catalogue import CATALOGUE_PATH, cache_root, find_verified, load_catalogue
 from services.mesh.errors import ConfigurationError
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.pre_tokenizers import PreTokenizer
 
-from services.core.gguf import GgufMetadata
-from services.core.model_file import ModelFileError
+from services.formats.gguf import GgufMetadata
+from services.formats.model_file import ModelFileError
 from services.router.vocabulary import SPACE_MARK, TokenKind, token_kinds
 
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

@@ -16,9 +16,9 @@ import anyio
 import anyio.to_thread
 from tokenizers import Tokenizer
 
-from services.core.gguf import GgufMetadata
 from services.core.ids import TokenId
-from services.core.model_file import ModelFileError
+from services.formats.gguf import GgufMetadata
+from services.formats.model_file import ModelFileError
 from services.mesh.errors import ConfigurationError
 from services.mesh.model_files import ModelFiles, TokenizerFolder
 from services.router.detokenize import Detokenizer

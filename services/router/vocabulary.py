@@ -11,9 +11,9 @@ from enum import IntEnum
 
 from tokenizers import Tokenizer
 
-from services.core.gguf import GgufMetadata
 from services.core.ids import TokenId
-from services.core.model_file import ModelFileError
+from services.formats.gguf import GgufMetadata
+from services.formats.model_file import ModelFileError
 
 END_TEXTS = frozenset(
     {

@@ -5,7 +5,7 @@ import anyio.to_thread
 from flipmesh.scheduler.v1 import scheduler_service_pb2
 from flipmesh.scheduler.v1.scheduler_service_pb2_grpc import add_SchedulerServiceServicer_to_server
 
-from services.core.geometry import ModelGeometry
+from services.formats.geometry import ModelGeometry
 from services.mesh.limits import SHUTDOWN_GRACE_S
 from services.mesh.model_files import open_model
 from services.mesh.settings import Settings

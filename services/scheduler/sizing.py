@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.core.blocks import kv_block_bytes
-from services.core.geometry import ModelGeometry
 from services.core.ids import BLOCK_SLOTS, LayoutKind
 from services.core.layout import Layout, LayoutError, ShardUnits, pp_layout, tp_layout
+from services.formats.geometry import ModelGeometry
 from services.mesh.errors import ConfigurationError
 from services.mesh.settings import PoolSettings, SchedulerSettings, Settings
 from services.scheduler.limits import BatchLimits

@@ -15,9 +15,9 @@ import torch
 
 from kernels import _native
 from kernels.shm_region import HEADER, MAGIC, RegionLayout, RegionShape, ShmRegion
-from services.core.gguf import GgufMetadata
 from services.core.ids import LayoutKind, Rank
 from services.core.layout import Layout
+from services.formats.gguf import GgufMetadata
 from services.mesh.errors import ConfigurationError
 from services.mesh.model_files import ModelFiles, open_model
 from services.mesh.settings import Settings

@@ -7,8 +7,8 @@ keys then values, block, KV head, slot, element; float32. A fresh region reads a
 
 import torch
 
-from services.core.geometry import ModelGeometry
 from services.core.ids import BLOCK_SLOTS
+from services.formats.geometry import ModelGeometry
 from services.worker.shared_memory import SharedRegion
 
 FLOAT_BYTES = 4

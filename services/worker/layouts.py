@@ -6,11 +6,11 @@ Pure. Both are computed at start by every rank from the same numbers, so that no
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from services.core.geometry import ModelGeometry
-from services.core.ggml_types import block_length
 from services.core.ids import LayoutKind
 from services.core.layout import Layout, LayoutError, ShardUnits, pp_layout, tp_layout
-from services.core.tensor_places import TensorPlace
+from services.formats.geometry import ModelGeometry
+from services.formats.ggml_types import block_length
+from services.formats.tensor_places import TensorPlace
 from services.mesh.errors import ConfigurationError
 
 WEIGHT_STEPS = 1 << 20

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from kernels.collective_status import AbortReason, Purpose
-from services.core.geometry import ModelGeometry
 from services.core.ids import Epoch, FlipId, LayoutKind, Rank, Sequence
 from services.core.layout import Layout
 from services.core.log_follower import LogFollower, ProtocolError
 from services.core.ring import RecordKind
 from services.core.step import AbandonEntry, CommitEntry, FlipEntry, LogEntry, ResetEntry, StepPlan, StepReport
+from services.formats.geometry import ModelGeometry
 from services.worker.batch import Batch, make_batch
 from services.worker.collectives import Carrier
 from services.worker.holders import Held, LayoutHolder, switch_all

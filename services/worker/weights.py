@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.linear import Matrix, dequantize
 from services.core.layout import Span
-from services.core.tensor_places import TensorPlace
+from services.formats.tensor_places import TensorPlace
 from services.mesh.model_files import ModelFiles
 from services.worker.shared_memory import SharedRegion
 

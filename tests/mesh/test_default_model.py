@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from services.core.ggml_types import GgmlType
-from services.core.gguf import parse_gguf
+from services.formats.ggml_types import GgmlType
+from services.formats.gguf import parse_gguf
 from services.mesh.model_files import ModelFiles, open_model
 from services.router.templates import open_renderer
 from services.router.tokens import Tokens, open_tokens

@@ -1,7 +1,7 @@
 """The smallest model of the llama architecture, as metadata, as a config and as tensors of zeros."""
 
-from services.core.geometry import Architecture, ModelGeometry, RopePairing
-from services.core.tensor_places import expected_tensors
+from services.formats.geometry import Architecture, ModelGeometry, RopePairing
+from services.formats.tensor_places import expected_tensors
 from tests.unit.gguf_bytes import Tensor
 
 METADATA: dict[str, object] = {

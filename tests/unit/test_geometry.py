@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from services.core.geometry import RopePairing, geometry_from_config, geometry_from_gguf
-from services.core.ggml_types import GgmlType
-from services.core.gguf import GgufFile, parse_gguf
-from services.core.model_file import ModelFileError
-from services.core.safetensors import SafetensorsFile
-from services.core.tensor_places import TensorPlace, expected_tensors, locate_tensors
+from services.formats.geometry import RopePairing, geometry_from_config, geometry_from_gguf
+from services.formats.ggml_types import GgmlType
+from services.formats.gguf import GgufFile, parse_gguf
+from services.formats.model_file import ModelFileError
+from services.formats.safetensors import SafetensorsFile
+from services.formats.tensor_places import TensorPlace, expected_tensors, locate_tensors
 from tests.unit.gguf_bytes import GgufBytes, Tensor
 from tests.unit.small_model import CONFIG, GEOMETRY, METADATA, gguf_tensors
 
@@ -204,7 +204,7 @@ def test_missing_unknown_and_misshapen_tensors_are_named() -> None:
 
 
 def test_hugging_face_names_are_found_and_what_is_derived_is_passed_over() -> None:
-    from services.core.tensor_places import _HF_NAMES, TensorEntry
+    from services.formats.tensor_places import _HF_NAMES, TensorEntry
 
     geometry = replace(GEOMETRY, rope_pairing=RopePairing.HALVES)
     shapes = expected_tensors(geometry)

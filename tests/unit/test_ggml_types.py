@@ -1,6 +1,6 @@
 import pytest
 
-from services.core.ggml_types import GgmlType, GgmlTypeError, block_bytes, block_length, ggml_type, row_bytes
+from services.formats.ggml_types import GgmlType, GgmlTypeError, block_bytes, block_length, ggml_type, row_bytes
 
 gguf = pytest.importorskip("gguf")
 

@@ -8,9 +8,9 @@ import gguf
 import numpy as np
 import pytest
 
-from services.core.ggml_types import GgmlType
-from services.core.gguf import GgufArray, check_split, parse_gguf, split_part_names
-from services.core.model_file import ModelFileError
+from services.formats.ggml_types import GgmlType
+from services.formats.gguf import GgufArray, check_split, parse_gguf, split_part_names
+from services.formats.model_file import ModelFileError
 from tests.unit.gguf_bytes import GgufBytes, Tensor, text
 
 

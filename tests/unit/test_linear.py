@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kernels.linear import Matrix, dequantize, multiply, take_rows
-from services.core.ggml_types import GgmlType, GgmlTypeError, block_bytes, block_length, row_bytes
+from services.formats.ggml_types import GgmlType, GgmlTypeError, block_bytes, block_length, row_bytes
 
 gguf = pytest.importorskip("gguf")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.core.gguf import GgufMetadata
+from services.formats.gguf import GgufMetadata
 from services.mesh.catalogue import cached_path, find_verified, load_catalogue, marker_path, marker_text
 from services.mesh.errors import ConfigurationError
 from services.mesh.model_files import ModelKind, TokenizerFolder, open_model, resolve_model

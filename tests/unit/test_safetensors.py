@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from services.core.ggml_types import GgmlType
-from services.core.model_file import ModelFileError
-from services.core.safetensors import (
+from services.formats.ggml_types import GgmlType
+from services.formats.model_file import ModelFileError
+from services.formats.safetensors import (
     INDEX_NAME,
     SafetensorsFile,
     check_index,

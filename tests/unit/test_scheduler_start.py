@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from services.core.geometry import Architecture, ModelGeometry, RopePairing
 from services.core.ids import LayoutKind
+from services.formats.geometry import Architecture, ModelGeometry, RopePairing
 from services.mesh.errors import ConfigurationError
 from services.mesh.settings import GroupSettings, ModelSettings, PoolSettings, SchedulerSettings, Settings
 from services.scheduler.generation_mint import GenerationMint

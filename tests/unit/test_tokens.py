@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from services.core.gguf import GgufMetadata, parse_gguf
 from services.core.ids import TokenId
-from services.core.model_file import ModelFileError
+from services.formats.gguf import GgufMetadata, parse_gguf
+from services.formats.model_file import ModelFileError
 from services.mesh.errors import ConfigurationError
 from services.mesh.model_files import ModelFiles, TokenizerFolder, open_model
 from services.router import tokens

@@ -16,7 +16,7 @@ from kernels.attention import paged_attention
 from kernels.collective_status import Purpose
 from kernels.elementwise import rms_norm, rope_and_store, rope_table, silu_mul
 from kernels.linear import Matrix, multiply, take_rows
-from services.core.geometry import RopePairing
+from services.formats.geometry import RopePairing
 from services.worker.batch import Batch
 from services.worker.kv_cache import KvPool
 from services.worker.model.stage import StageSpec

@@ -11,8 +11,8 @@ from typing import Protocol
 from torch import Tensor
 
 from kernels.collective_status import Purpose
-from services.core.geometry import ModelGeometry
 from services.core.layout import RankShare
+from services.formats.geometry import ModelGeometry
 from services.worker.batch import Batch
 from services.worker.kv_cache import KvPool
 from services.worker.weights import WeightStore

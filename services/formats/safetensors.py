@@ -13,8 +13,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from services.core.ggml_types import GgmlType, row_bytes
-from services.core.model_file import ModelFileError, TensorEntry, check_extents
+from services.formats.ggml_types import GgmlType, row_bytes
+from services.formats.model_file import ModelFileError, TensorEntry, check_extents
 
 MAX_HEADER_BYTES = 100_000_000
 """The bound that the format itself sets."""

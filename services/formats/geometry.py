@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-from services.core.ggml_types import GgmlType
-from services.core.gguf import GgufArray, GgufFile, GgufMetadata
-from services.core.model_file import ModelFileError
+from services.formats.ggml_types import GgmlType
+from services.formats.gguf import GgufArray, GgufFile, GgufMetadata
+from services.formats.model_file import ModelFileError
 
 _T = TypeVar("_T", bool, int, float, str)
 

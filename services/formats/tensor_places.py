@@ -10,11 +10,11 @@ of the files is left over; what cannot be explained is refused by name before an
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from services.core.geometry import ROPE_FACTORS_NAME, ModelGeometry
-from services.core.ggml_types import GgmlType
-from services.core.gguf import GgufFile
-from services.core.model_file import ModelFileError, TensorEntry
-from services.core.safetensors import SafetensorsFile
+from services.formats.geometry import ROPE_FACTORS_NAME, ModelGeometry
+from services.formats.ggml_types import GgmlType
+from services.formats.gguf import GgufFile
+from services.formats.model_file import ModelFileError, TensorEntry
+from services.formats.safetensors import SafetensorsFile
 
 MAX_NAMES_SHOWN = 6
 """A wrong geometry makes hundreds of tensors wrong; the first few say it."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TypeVar
 
-from services.core.ggml_types import GgmlTypeError, ggml_type, row_bytes
-from services.core.model_file import ModelFileError, TensorEntry, check_extents
+from services.formats.ggml_types import GgmlTypeError, ggml_type, row_bytes
+from services.formats.model_file import ModelFileError, TensorEntry, check_extents
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

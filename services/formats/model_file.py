@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from services.core.ggml_types import GgmlType
+from services.formats.ggml_types import GgmlType
 
 
 class ModelFileError(ValueError):
