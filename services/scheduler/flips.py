@@ -170,6 +170,8 @@ class Flips:
 
     def fill_status(self, status: introspection_pb2.SchedulerStatus) -> None:
         """The flips' part of a status."""
+        if self._pending is not None:
+            status.pending_flip_id = self._pending
         status.num_unsound_censuses = self.num_unsound_censuses
         status.num_abandoned_in_a_row = self.abandoned_in_a_row
         status.last_abandon_reason = self.last_abandon_reason
