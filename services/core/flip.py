@@ -196,6 +196,7 @@ class DisarmReceived:
 class WorkDone:
     """Read, seam, write and verify are done."""
 
+    flip_id: FlipId
     bytes_moved: int
     rows_moved: int
 
@@ -204,6 +205,7 @@ class WorkDone:
 class WorkFailed:
     """Something in between failed."""
 
+    flip_id: FlipId
     reason: str
     restored: bool
 

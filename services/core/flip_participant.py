@@ -45,6 +45,9 @@ class ParticipantState(Enum):
 
 Effects = list[ParticipantEffect]
 
+_CROSSING = AssembleReceived | EnterReceived | DisarmReceived | WorkDone | WorkFailed
+"""What may be on its way when the log ends the attempt: it comes from the mover, or from work begun before."""
+
 
 class FlipParticipant:
     """One rank through all attempts of its life."""
@@ -69,7 +72,7 @@ class FlipParticipant:
         Raises:
             FlipProtocolError: the state has no row for this event, or it names an attempt this rank is not in.
         """
-        if isinstance(event, AssembleReceived | EnterReceived | DisarmReceived) and self._is_over(event.flip_id):
+        if isinstance(event, _CROSSING) and self._is_over(event.flip_id):
             return []
         row = self._TABLE.get((self.state, type(event)))
         if row is None:
@@ -77,7 +80,7 @@ class FlipParticipant:
         return row(self, event)
 
     def _is_over(self, flip_id: FlipId) -> bool:
-        """Whether a message of the mover belongs to an attempt that has ended here: it crossed the outcome."""
+        """Whether it belongs to an attempt that has ended here: it crossed the outcome."""
         return self._last_ended is not None and flip_id <= self._last_ended
 
     # Rows.
@@ -176,6 +179,8 @@ class FlipParticipant:
         (ParticipantState.PRESENT, DisarmReceived): _stand_down,
         (ParticipantState.PRESENT, AbandonReached): _end,
         (ParticipantState.PRESENT, MoverConnected): _repeat,
+        # Another rank failed and could restore, or the scheduler gave the mover up, before this one was done.
+        (ParticipantState.ENTERED, AbandonReached): _end,
         (ParticipantState.ENTERED, WorkDone): _done,
         (ParticipantState.ENTERED, WorkFailed): _failed,
         (ParticipantState.ENTERED, EnterReceived): _repeat,

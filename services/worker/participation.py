@@ -131,9 +131,9 @@ class Participation:
                 self._feed(EntryReached(answer.flip_id, answer.fits, answer.refusal, answer.plan_hash))
             case Worked():
                 self._worked = answer
-                self._feed(WorkDone(answer.bytes_moved, answer.rows_moved))
+                self._feed(WorkDone(answer.flip_id, answer.bytes_moved, answer.rows_moved))
             case WorkLost():
-                self._feed(WorkFailed(answer.reason, answer.restored))
+                self._feed(WorkFailed(answer.flip_id, answer.reason, answer.restored))
             case Switched():
                 outcome = CommitReached if answer.is_committed else AbandonReached
                 self._feed(outcome(answer.flip_id))

@@ -194,7 +194,7 @@ def test_a_rank_through_a_committed_flip() -> None:
     assert rank.on_event(ENTRY) == [SayParked(FLIP)]
     assert rank.on_event(AssembleReceived(FLIP, 1)) == [SayPresent(FLIP, 1, True, "", 5)]
     assert rank.on_event(EnterReceived(FLIP, 1)) == [StartWork(FLIP)]
-    assert rank.on_event(WorkDone(100, 4)) == [SayVerified(FLIP, 100, 4)]
+    assert rank.on_event(WorkDone(FLIP, 100, 4)) == [SayVerified(FLIP, 100, 4)]
     assert rank.on_event(MoverConnected()) == [SayVerified(FLIP, 100, 4)]
     assert rank.on_event(CommitReached(FLIP)) == []
     assert rank.state is ParticipantState.RUNNING
@@ -207,8 +207,9 @@ def test_a_rank_through_a_committed_flip() -> None:
         (ENTRY,),
         (ENTRY, AssembleReceived(FLIP, 1)),
         (ENTRY, AssembleReceived(FLIP, 1), DisarmReceived(FLIP)),
-        (ENTRY, AssembleReceived(FLIP, 1), EnterReceived(FLIP, 1), WorkDone(0, 0)),
-        (ENTRY, AssembleReceived(FLIP, 1), EnterReceived(FLIP, 1), WorkFailed("x", restored=True)),
+        (ENTRY, AssembleReceived(FLIP, 1), EnterReceived(FLIP, 1)),
+        (ENTRY, AssembleReceived(FLIP, 1), EnterReceived(FLIP, 1), WorkDone(FLIP, 0, 0)),
+        (ENTRY, AssembleReceived(FLIP, 1), EnterReceived(FLIP, 1), WorkFailed(FLIP, "x", restored=True)),
     ],
 )
 def test_abandon_ends_every_parked_state(events: tuple[ParticipantEvent, ...]) -> None:
@@ -225,7 +226,7 @@ def test_abandon_ends_every_parked_state(events: tuple[ParticipantEvent, ...]) -
         (ENTRY,),
         (ENTRY, AssembleReceived(FLIP, 1)),
         (ENTRY, AssembleReceived(FLIP, 1), EnterReceived(FLIP, 1)),
-        (ENTRY, AssembleReceived(FLIP, 1), EnterReceived(FLIP, 1), WorkFailed("x", restored=True)),
+        (ENTRY, AssembleReceived(FLIP, 1), EnterReceived(FLIP, 1), WorkFailed(FLIP, "x", restored=True)),
     ],
 )
 def test_commit_without_verification_is_an_error(events: tuple[ParticipantEvent, ...]) -> None:
@@ -256,6 +257,20 @@ def test_a_later_attempt_may_be_called_off_before_the_outcome_of_this_one_is_rea
     assert (rank.state, rank.flip_id) == (state, FLIP)
 
 
+@pytest.mark.parametrize("result", [WorkDone(FLIP, 100, 4), WorkFailed(FLIP, "not parked for it", restored=True)])
+def test_work_that_crossed_its_outcome_says_nothing_not_even_in_the_next_attempt(result: ParticipantEvent) -> None:
+    rank = participant(ENTRY, AssembleReceived(FLIP, 1), EnterReceived(FLIP, 1), AbandonReached(FLIP))
+    assert rank.on_event(result) == []
+    after = FlipId(FLIP + 1)
+    rank.on_event(EntryReached(after, fits=True, refusal="", plan_hash=5))
+    rank.on_event(AssembleReceived(after, 1))
+    rank.on_event(EnterReceived(after, 1))
+    assert rank.on_event(result) == []
+    assert rank.state is ParticipantState.ENTERED
+
+
 def test_failure_is_said_again_after_a_reconnect() -> None:
-    rank = participant(ENTRY, AssembleReceived(FLIP, 1), EnterReceived(FLIP, 1), WorkFailed("checksum", restored=True))
+    rank = participant(
+        ENTRY, AssembleReceived(FLIP, 1), EnterReceived(FLIP, 1), WorkFailed(FLIP, "checksum", restored=True)
+    )
     assert rank.on_event(MoverConnected()) == [SayFailed(FLIP, "checksum", True)]
