@@ -15,6 +15,8 @@ DEADLINES = FlipDeadlines(park_ns=400 * MS, presence_ns=400 * MS, data_plane_ns=
 """Above what anything but a fault takes in a schedule; below what a stopped process may sleep."""
 STEP_NS = 500 * MS
 """How long a step may be unanswered before its generation ends."""
+MOVER_ABSENT_NS = 300 * MS
+"""How long the scheduler waits for a mover that is stopped or gone before it abandons by itself."""
 LONG_STOP_NS = 100 * MS
 """A process that sleeps longer may miss a deadline."""
 SLOW_CHANNEL_NS = 30 * MS
@@ -94,6 +96,8 @@ class Case:
     triggers: tuple[Trigger, ...] = ()
     faults: tuple[Fault, ...] = ()
     odds: Odds = Odds()
+    eager_flips: int = 0
+    """So many attempts of a generation follow each other at once, whatever became of the one before."""
     policy_ns: int | None = None
     """How often the policy advises; None: it does not."""
     control: Delay = (50 * US, 2 * MS)
@@ -106,6 +110,8 @@ class Case:
     link_capacity: int = 2
     slow_share: float = 0.0
     """Of all channels: those that are many times slower than the others."""
+    is_shared: bool = False
+    """Both layouts are views of one pool: a flip moves nothing, and each rank works alone."""
     uses_shipped_table: bool = False
     """Rank 0 drives the worker's own resident table as well."""
 
@@ -147,6 +153,7 @@ def draw_case(rng: Random) -> Case:
         triggers=_triggers(rng, horizon_ns),
         faults=_faults(rng, num_ranks, horizon_ns) if has_faults else (),
         odds=_odds(rng),
+        eager_flips=rng.choice((0, 0, 3, 8)),
         policy_ns=rng.choice((None, None, 3 * MS, 10 * MS)),
         control=(low, low * rng.choice((2, 10, 50))),
         data=(5 * US, rng.choice((20, 200, 2000)) * US),
@@ -154,7 +161,8 @@ def draw_case(rng: Random) -> Case:
         token_ns=rng.choice((1, 20)) * US,
         slowness=tuple(rng.choice((1.0, 1.0, 1.5, 4.0)) for _ in range(num_ranks)),
         link_capacity=rng.choice((1, 2, 4)),
-        slow_share=rng.choice((0.0, 0.0, 0.1, 0.3)),
+        slow_share=rng.choice((0.0, 0.1, 0.3)),
+        is_shared=rng.random() < 0.4,
         uses_shipped_table=rng.random() < 0.1,
     )
 
@@ -216,11 +224,11 @@ def _triggers(rng: Random, horizon_ns: int) -> tuple[Trigger, ...]:
 def _faults(rng: Random, num_ranks: int, horizon_ns: int) -> tuple[Fault, ...]:
     ranks = [f"rank-{rank}" for rank in range(num_ranks)]
     faults = []
-    for _ in range(rng.randint(1, 2)):
-        kind = rng.choice(("crash", "crash", "stop", "unlink"))
+    for _ in range(rng.randint(1, 3)):
+        kind = rng.choice(("crash", "crash", "stop", "unlink", "unlink"))
         who = rng.choice(ranks) if kind == "unlink" else rng.choice((*ranks, "mover", "mover", "scheduler"))
         for_ns = rng.choice((1, 20, 900)) * MS if kind == "stop" else 0
-        moment = rng.choice(MOMENTS) if rng.random() < 0.5 else None
+        moment = rng.choice(MOMENTS) if rng.random() < 0.75 else None
         faults.append(Fault(int(rng.random() * 2 * horizon_ns * (moment is None)), kind, who, for_ns, moment))
     return tuple(faults)
 
@@ -229,7 +237,7 @@ def _odds(rng: Random) -> Odds:
     return Odds(
         refuse=rng.choice((0.0, 0.0, 0.0, 0.2)),
         withdraw=rng.choice((0.0, 0.0, 0.3, 0.6)),
-        fail=rng.choice((0.0, 0.0, 0.0, 0.2)),
+        fail=rng.choice((0.0, 0.0, 0.15, 0.4)),
         breaks=rng.choice((0.0, 0.0, 0.3)),
     )
 

@@ -31,6 +31,7 @@ class Checks:
         self._log: dict[tuple[int, int], LogEntry] = {}
         self._planes: dict[int, DataPlane] = {}
         self._present: dict[tuple[FlipKey, int], set[Rank]] = {}
+        self._verified: dict[FlipKey, set[Rank]] = {}
         self._owned: dict[FlipKey, tuple[tuple[BlockId, int], ...]] = {}
         self._faults: list[tuple[int, Fault]] = []
         self.num_committed = self.num_abandoned = self.num_lost = self.num_carried = 0
@@ -75,6 +76,12 @@ class Checks:
         self._present.setdefault(((generation, flip_id), round_number), set()).add(rank.rank)
         self._group.moment("present")
 
+    def on_verified(self, rank: "RankProcess", flip_id: FlipId) -> None:
+        """A rank says that its part is moved and checked."""
+        generation = rank.follower.generation
+        assert generation is not None
+        self._verified.setdefault((generation, flip_id), set()).add(rank.rank)
+
     def on_withdrawn(self, rank: "RankProcess", flip_id: FlipId, round_number: int) -> None:
         """It took that back; whether in time is the coordinator's to say."""
         self._group.world.note(rank.name, "withdraws", flip_id, round_number)
@@ -91,10 +98,10 @@ class Checks:
             )
 
     def on_committed(self, key: FlipKey) -> None:
-        """The mover decides for COMMIT."""
-        for rank in self._group.ranks:
-            if rank.is_up and rank.follower.generation == key[0]:
-                self._must_be_verified(rank, key[1])
+        """The mover decides for COMMIT; the scheduler may have given it up by then, which the log alone tells."""
+        missing = {rank.rank for rank in self._group.ranks} - self._verified.get(key, set())
+        if missing:
+            raise InvariantError("commit after all verified", f"flip {key[1]} without ranks {sorted(missing)}")
 
     def _must_be_verified(self, rank: "RankProcess", flip_id: FlipId) -> None:
         state = rank.participant.state

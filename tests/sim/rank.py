@@ -25,6 +25,7 @@ from services.core.flip import (
     ParticipantEffect,
     ParticipantEvent,
     SayPresent,
+    SayVerified,
     StartWork,
     WorkDone,
     WorkFailed,
@@ -52,6 +53,9 @@ if TYPE_CHECKING:
 MAX_UNREAD_STEPS = 32
 """As of the worker: ids are applied unasked when they are this old."""
 
+HOP_NS = 2_000_000
+"""From the model thread to the event loop, at most: meanwhile the loop decides on what it knows."""
+
 Work = Generator[tuple[Any, ...], Any, None]
 
 
@@ -60,6 +64,13 @@ class Ready:
     """A rank's answer to RESET."""
 
     rank: Rank
+
+
+@dataclass(frozen=True, slots=True)
+class FlipWork:
+    """For the model thread, behind whatever entries have come before."""
+
+    flip_id: FlipId
 
 
 class RankProcess(Member):
@@ -84,12 +95,13 @@ class RankProcess(Member):
         self.plane: DataPlane | None = None
         self.places: Places | None = None
         self.planes: dict[LayoutKind, list[int | None]] = {}
-        self._queue: deque[LogEntry | FlipEntry] = deque()
+        self._queue: deque[LogEntry | FlipWork] = deque()
         self._work: Work | None = None
         self._fence: tuple[int, int] = (0, 0)
         self._unread: deque[tuple[Sequence, list[tuple[RequestIndex, int]], tuple[TokenId, ...] | None]] = deque()
         self._digest = 0
         self._before: list[int | None] = []
+        self._to_loop = Channel(self.world, self, self._tell, (0, min(HOP_NS, self.group.case.control[1])))
         self.group.on_rank_up(self)
 
     def open(self, reports: Channel, plane: DataPlane) -> None:
@@ -112,7 +124,7 @@ class RankProcess(Member):
     def _next(self) -> None:
         while self._work is None and self._queue:
             item = self._queue.popleft()
-            self._work = self._execute(item) if isinstance(item, LogEntry) else self.move(item)
+            self._work = self._execute(item) if isinstance(item, LogEntry) else self._flip_work(item)
             self.resume(None)
 
     def resume(self, value: Any) -> None:
@@ -149,8 +161,8 @@ class RankProcess(Member):
             case FlipEntry() as flip:
                 self._park(flip)
             case CommitEntry(flip_id=flip_id, layout=layout):
-                self._tell(CommitReached(flip_id))
-                self.planes[layout.other] = self._empty()
+                self._to_loop.send(CommitReached(flip_id))
+                self._forget_plane(layout.other)
             case AbandonEntry(flip_id=flip_id):
                 self._abandon(flip_id)
 
@@ -162,9 +174,14 @@ class RankProcess(Member):
         else:
             self.places = self.group.parts.places(reset.max_resident_requests)
         self.places.poison = self.group.poison
-        self.planes = {kind: self._empty() for kind in LayoutKind}
+        pool = self._empty()
+        self.planes = {kind: pool if case.is_shared else self._empty() for kind in LayoutKind}
         assert self.reports is not None
         self.reports.send(self.rank, self._fence, Ready(self.rank))
+
+    def _forget_plane(self, kind: LayoutKind) -> None:
+        if not self.group.case.is_shared:
+            self.planes[kind] = self._empty()
 
     def _empty(self) -> list[int | None]:
         return [None] * (self.num_blocks * BLOCK_SLOTS)
@@ -243,7 +260,7 @@ class RankProcess(Member):
         self.group.moment("parked")
         self._before = list(self.planes[flip.target.other])
         plan_hash = hash((flip.target.value == "tp", flip.live_runs))
-        self._tell(EntryReached(flip.flip_id, fits, "" if fits else "does not fit here", plan_hash))
+        self._to_loop.send(EntryReached(flip.flip_id, fits, "" if fits else "does not fit here", plan_hash))
 
     def on_mover_connected(self, channel: Channel) -> None:
         """The mover's stream has opened."""
@@ -268,12 +285,13 @@ class RankProcess(Member):
     def carry_out(self, effect: ParticipantEffect) -> None:
         """What the participant's table asks for."""
         if isinstance(effect, StartWork):
-            assert self.follower.flip is not None
-            self._queue.append(self.follower.flip)
+            self._queue.append(FlipWork(effect.flip_id))
             self._next()
             return
         if isinstance(effect, SayPresent):
             self.group.checks.on_present(self, effect.flip_id, effect.round)
+        if isinstance(effect, SayVerified):
+            self.group.checks.on_verified(self, effect.flip_id)
         if self.mover is not None:
             self.mover.send(self.rank, self._fence[0], effect)
             if isinstance(effect, SayPresent):
@@ -289,13 +307,29 @@ class RankProcess(Member):
             self.group.checks.on_withdrawn(self, said.flip_id, said.round)
             mover.send(self.rank, self._fence[0], ("withdraw", said.flip_id, said.round))
 
+    def _flip_work(self, work: FlipWork) -> Work:
+        flip = self.follower.flip
+        if flip is None or flip.flip_id != work.flip_id:
+            self._to_loop.send(WorkFailed(work.flip_id, "not parked for it", restored=True))
+            return
+        self.group.moment("working")
+        yield from self.move(flip)
+        self.group.moment("verified")
+        odds, rng = self.group.case.odds, self.world.rng
+        if odds.fail and rng.random() < odds.fail:
+            restored = not (odds.breaks and rng.random() < odds.breaks)
+            self._to_loop.send(WorkFailed(work.flip_id, "checksum", restored=restored))
+        else:
+            self._to_loop.send(WorkDone(work.flip_id, 0, 0))
+
     def move(self, flip: FlipEntry) -> Work:
         """Reads the live rows of the plane in force, exchanges them, writes the other plane, verifies."""
-        plane, odds, rng = self.plane, self.group.case.odds, self.world.rng
+        plane = self.plane
         assert plane is not None
         blocks = [block for begin, length in flip.live_runs for block in range(begin, begin + length)]
-        self.group.moment("working")
         yield (self.compute, len(blocks))
+        if self.group.case.is_shared:
+            return
         packed = self._packed(self.planes[flip.target.other], blocks)
         everyones = yield (plane.join, self.rank, ("exchange", flip.flip_id), packed)
         yield (self.compute, len(blocks))
@@ -305,19 +339,14 @@ class RankProcess(Member):
             target[block * BLOCK_SLOTS : (block + 1) * BLOCK_SLOTS] = packed[place]
         self.planes[flip.target] = target
         yield (plane.join, self.rank, ("verify", flip.flip_id), None)
-        self.group.moment("verified")
-        if odds.fail and rng.random() < odds.fail:
-            self._tell(WorkFailed("checksum", restored=not (odds.breaks and rng.random() < odds.breaks)))
-        else:
-            self._tell(WorkDone(len(blocks) * BLOCK_SLOTS * 8, len(blocks) * BLOCK_SLOTS))
 
     def _packed(self, source: list[int | None], blocks: list[int]) -> list[list[int | None]]:
         return [source[block * BLOCK_SLOTS : (block + 1) * BLOCK_SLOTS] for block in blocks]
 
     def _abandon(self, flip_id: FlipId) -> None:
-        self._tell(AbandonReached(flip_id))
+        self._to_loop.send(AbandonReached(flip_id))
         if self.planes[self.layout] != self._before:
             raise InvariantError(
                 "source untouched", f"{self.name}: flip {flip_id} is abandoned and its source has changed"
             )
-        self.planes[self.layout.other] = self._empty()
+        self._forget_plane(self.layout.other)

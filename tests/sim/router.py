@@ -11,7 +11,7 @@ from services.core.request import FinishReason, RequestEvent, SamplingParams, Su
 from services.router.choice_text import ChoiceText
 from services.router.detokenize import StopStrings
 from services.router.refusal import Kind, RefusalError
-from services.router.sessions import Choice, FinishAt, TryAgain
+from services.router.sessions import MAX_RESUBMISSIONS, Choice, FinishAt, TryAgain
 from services.router.vocabulary import Vocabulary
 from services.scheduler.limits import BatchLimits
 from tests.sim.case import Asked
@@ -196,6 +196,8 @@ class RouterProcess(Process):
     def _check_failure(self, client: Client, failure: RefusalError) -> None:
         got, expected = tuple(client.token_ids), client.expected
         if expected.is_failed and failure.kind is Kind.FAILED and got == expected.token_ids:
+            return
+        if client.choice.num_resubmissions == MAX_RESUBMISSIONS:
             return
         allowed = {Kind.OVERLOADED, Kind.UNAVAILABLE}
         if len(client.asked.prompt) >= self.group.case.limits.context_tokens:

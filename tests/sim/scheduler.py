@@ -18,7 +18,7 @@ from services.mesh.fence import EpochFence
 from services.policy.decide import Advice, LoadSignal
 from services.scheduler.batcher import Batcher
 from services.scheduler.step_ledger import StepLedger
-from tests.sim.case import STEP_NS
+from tests.sim.case import MOVER_ABSENT_NS, STEP_NS
 from tests.sim.data_plane import DataPlane
 from tests.sim.rank import Ready
 from tests.sim.world import Channel, InvariantError, Process
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 NS_PER_S = 1e9
 MOVER_RETRY_NS = 5_000_000
 """Between two questions to a mover that is gone."""
+
+EAGER_NS = 2_000_000
+"""Until the next attempt, at most, where attempts follow each other at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +240,16 @@ class SchedulerProcess(Process):
         self.append(entry)
         self.world.note(self.name, "flip", entry.flip_id, target.value, why, f"live {entry.live_runs}")
         self.ask_mover(run)
+        self.world.at(MOVER_ABSENT_NS, self, self._watch_mover, run, run.flip)
+
+    def _watch_mover(self, run: Run, flip: PendingFlip) -> None:
+        if self.run is not run or run.flip is not flip or flip.outcome is not None:
+            return
+        if self.group.mover.is_up and not self.group.mover.is_stopped:
+            self.world.at(MOVER_ABSENT_NS, self, self._watch_mover, run, flip)
+            return
+        self.group.leave_mover(run)
+        self.on_outcome(run, flip.entry.flip_id, FlipOutcome.ABANDONED, "the mover is absent")
 
     def ask_mover(self, run: Run) -> None:
         """Asks for the outcome, and again until there is one."""
@@ -282,6 +295,12 @@ class SchedulerProcess(Process):
         self.world.note(self.name, "thaw", run.kind.value, f"epoch {run.fence.epoch}")
         self.group.checks.census(run)
         self._pump(run)
+        if run.num_flips < self.group.case.eager_flips:
+            self.world.at(self.world.draw((0, EAGER_NS)), self, self._flip_again, run)
+
+    def _flip_again(self, run: Run) -> None:
+        if self.run is run and self.group.router.num_open:
+            self.trigger(run.kind.other, "again")
 
     def thaw(self, run: Run) -> None:
         """Serving goes on, under the layout now in force."""

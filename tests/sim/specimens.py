@@ -7,10 +7,13 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
 from services.core.flip import (
+    AbandonReached,
     Conclude,
     CoordinatorEffect,
+    DisarmReceived,
     EnterReceived,
     FlipOutcome,
+    FlipProtocolError,
     JournalEnter,
     ParticipantEffect,
     RankVerified,
@@ -20,7 +23,7 @@ from services.core.flip import (
     StartWork,
 )
 from services.core.flip_coordinator import CoordinatorState, FlipCoordinator
-from services.core.flip_participant import FlipParticipant
+from services.core.flip_participant import FlipParticipant, ParticipantState
 from services.core.ids import BlockId, Sequence, blocks_for
 from services.core.radix import PrefixNode, PrefixTree
 from services.core.step import FlipEntry, StepPlan
@@ -28,10 +31,12 @@ from services.mover.early import EarlyEvents
 from services.scheduler.batcher import Batcher
 from services.scheduler.resident import Request
 from services.scheduler.residents import Residents
+from tests.sim.case import Case, Fault, Odds
 from tests.sim.group import SHIPPED, Parts
 from tests.sim.mover import MoverProcess, OpenAttempt
 from tests.sim.rank import RankProcess, Work
 from tests.sim.resident_places import Place, Places
+from tests.sim.run import Focus, unchanged
 from tests.sim.scheduler import PendingFlip, Run, SchedulerProcess
 
 NUM_SEEDS = 300
@@ -48,6 +53,7 @@ class Specimen:
     invariants: frozenset[str]
     seeds: range = range(NUM_SEEDS)
     """It must be found among these."""
+    focus: Focus = unchanged
 
 
 # The batch and its blocks.
@@ -219,6 +225,28 @@ class EagerParticipant(FlipParticipant):
         return effects
 
 
+class BoundParticipant(FlipParticipant):
+    """A rank that has entered takes no ABANDON before its work is done."""
+
+    __slots__ = ()
+
+    def on_event(self, event: object) -> list[ParticipantEffect]:
+        if isinstance(event, AbandonReached) and self.state is ParticipantState.ENTERED:
+            raise FlipProtocolError(f"{event} while entered")
+        return super().on_event(event)  # type: ignore[arg-type]
+
+
+class LiteralParticipant(FlipParticipant):
+    """A rank that is parked hears of no other attempt, although its log may be behind the mover's stream."""
+
+    __slots__ = ()
+
+    def on_event(self, event: object) -> list[ParticipantEffect]:
+        if isinstance(event, DisarmReceived) and self.flip_id is not None and event.flip_id > self.flip_id:
+            raise FlipProtocolError(f"{event} while parked for {self.flip_id}")
+        return super().on_event(event)  # type: ignore[arg-type]
+
+
 class DroppedCarryScheduler(SchedulerProcess):
     """J3, K: the cutover begins with a new batch, and drops every resident request."""
 
@@ -275,8 +303,19 @@ class InPlaceRank(RankProcess):
             source[begin * 16 : (begin + length) * 16] = [None] * (length * 16)
 
 
-def _specimen(name: str, invariants: Items[str], **parts: type) -> Specimen:
-    return Specimen(name, replace(SHIPPED, **parts), frozenset(invariants))
+def mover_dies_at_enter(case: Case) -> Case:
+    """Its journal holds ENTER, and ranks may not have heard it."""
+    return replace(case, faults=(Fault(0, "crash", "mover", moment="entered"),), eager_flips=3, is_shared=False)
+
+
+def links_break_as_flips_follow_each_other(case: Case) -> Case:
+    """The mover calls an attempt off while the outcome of the one before is still on its way to a slow rank."""
+    faults = tuple(Fault(0, "unlink", f"rank-{case.num_ranks - 1}", moment="armed") for _ in range(6))
+    return replace(case, faults=faults, odds=Odds(refuse=0.3), eager_flips=8, slow_share=0.3)
+
+
+def _specimen(name: str, invariants: Items[str], focus: Focus = unchanged, **parts: type) -> Specimen:
+    return Specimen(name, replace(SHIPPED, **parts), frozenset(invariants), focus=focus)
 
 
 SPECIMENS = (
@@ -290,18 +329,26 @@ SPECIMENS = (
     _specimen("index without admitted_at", ("known tokens", "context", "agreement", "answers"), places=AnyStepPlaces),
     _specimen("presence of the attempt (P)", ("stale quorum",), coordinator=StaleQuorum),
     _specimen("commit at the first verified", ("commit after all verified",), coordinator=HastyCoordinator),
-    _specimen("ENTER said once", ("convergence",), coordinator=DeafCoordinator),
+    _specimen("ENTER said once", ("convergence",), mover_dies_at_enter, coordinator=DeafCoordinator),
     _specimen(
         "ENTER not journalled",
         ("collective order", "wedge", "convergence", "generation lost"),
+        mover_dies_at_enter,
         mover=UnwrittenEnterMover,
     ),
     _specimen("early marks dropped", ("convergence",), mover=ForgetfulMover),
     _specimen("a rank enters alone", ("raised", "wedge", "convergence"), participant=EagerParticipant),
+    _specimen("no ABANDON while entered", ("raised",), participant=BoundParticipant),
+    _specimen(
+        "no later DISARM while parked",
+        ("raised",),
+        links_break_as_flips_follow_each_other,
+        participant=LiteralParticipant,
+    ),
     _specimen("carry dropped (J3, K)", ("wedge", "resident table", "liveness"), scheduler=DroppedCarryScheduler),
     _specimen("carry twice (Z7)", ("raised", "wedge", "census", "rows", "liveness"), scheduler=DoubleCarryScheduler),
     _specimen("commit before reports", ("fence", "raised"), scheduler=ImpatientScheduler),
     _specimen("old epoch after COMMIT", ("raised",), scheduler=StaleEpochScheduler),
     _specimen("entries reordered", ("raised",), scheduler=ReorderedScheduler),
-    _specimen("source written before verified", ("source untouched",), rank=InPlaceRank),
+    _specimen("source written before verified", ("source untouched", "context"), rank=InPlaceRank),
 )

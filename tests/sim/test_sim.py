@@ -27,10 +27,10 @@ def test_no_schedule_breaks_an_invariant(batch: int) -> None:
 @pytest.mark.parametrize("specimen", SPECIMENS, ids=lambda specimen: specimen.name)
 def test_a_fault_put_back_is_found(specimen: Specimen) -> None:
     for seed in specimen.seeds:
-        _, failure = run_seed(seed, specimen.parts)
+        _, failure = run_seed(seed, specimen.parts, focus=specimen.focus)
         if failure is not None:
             assert failure.violation.invariant in specimen.invariants, failure.text()
-            _, shipped = run_seed(seed)
+            _, shipped = run_seed(seed, focus=specimen.focus)
             assert shipped is None, shipped.text()
             return
     pytest.fail(f"not found among seeds {specimen.seeds}")
