@@ -62,6 +62,11 @@ class Load:
         """Tokens that have come back."""
         return sum(len(heard.token_ids) for heard in self.heard)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether every stream has."""
+        return self._num_ended == len(self.asks)
+
     async def run(self) -> list[Heard]:
         """Asks everything and waits for the end of each; a stream that breaks says so in its `error`."""
         async with anyio.create_task_group() as tasks:
@@ -71,7 +76,7 @@ class Load:
 
     async def until(self, num_tokens: int) -> None:
         """Waits until so many tokens have come back in all, or every stream has ended."""
-        while self.num_tokens < num_tokens and self._num_ended < len(self.asks):
+        while self.num_tokens < num_tokens and not self.has_ended:
             await self._news.wait()
 
     async def _stream(self, ask: Ask, heard: Heard) -> None:

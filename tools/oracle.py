@@ -30,8 +30,8 @@ from tools.load import MAX_STREAMS, Ask, Heard, Load
 from tools.mesh_client import CALL_S, MeshClient, add_common, mesh_client
 
 EPSILON = 1e-3
-"""Logits. Layouts sum in another order; where the control's best two tokens are closer than this, either is right. Between
-layouts and batch sizes the margins of greedy answers differed by at most 4e-5 (SmolLM2-135M on CPU)."""
+"""Logits. Layouts sum in another order; where the control's best two tokens are closer than this, either is right. The
+margins of greedy answers differed by at most 4e-5 between layouts and batch sizes (SmolLM2-135M on CPU)."""
 MAX_DIVERGED_SHARE = 0.25
 """Of the streams of one probe: more near ties than this are no accident of rounding. One is always allowed."""
 COUNTED = 12

@@ -1,13 +1,32 @@
 """One mesh of two ranks for all tests that only talk to it; tests that break a mesh start their own."""
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
 
+from tests.mesh.flipping import ASKS, bench_of
 from tests.mesh.meshes import Mesh, started
+from tools.load import Heard
+
+RULES = {"min_dwell_s": 0.5, "rest_s": 1.0, "prefill_threshold_tokens": 512, "release_threshold_tokens": 64}
+"""The policy's numbers for a test: a flip within a second of its cause."""
 
 
 @pytest.fixture(scope="session")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    with started(tmp_path_factory.mktemp("mesh"), policy={"mode": "manual"}) as mesh:
+    with started(tmp_path_factory.mktemp("mesh"), policy={"mode": "manual", **RULES}) as mesh:
         yield mesh
+
+
+@pytest.fixture(scope="session")
+def control(mesh: Mesh) -> list[Heard]:
+    """The answers to `ASKS` with no flip; asked twice, since a control that differs from itself proves nothing."""
+
+    async def ask() -> tuple[list[Heard], list[Heard]]:
+        async with bench_of(mesh) as bench:
+            return await bench.ask(ASKS), await bench.ask(ASKS)
+
+    first, second = asyncio.run(ask())
+    assert [heard.token_ids for heard in first] == [heard.token_ids for heard in second]
+    return first
