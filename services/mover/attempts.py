@@ -4,6 +4,7 @@ It carries out the table's effects in their order, so that ENTER is in the journ
 outcome before the scheduler does. It decides nothing the table does not.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class Attempt:
         self._record = record
         self._group = group
         self._journal = journal
-        self._into, self._events = anyio.create_memory_object_stream[CoordinatorEvent](MAX_EVENTS)
+        self._events: asyncio.Queue[CoordinatorEvent] = asyncio.Queue(MAX_EVENTS)
         self._coordinator = self._begin()
 
     def _begin(self) -> FlipCoordinator:
@@ -76,7 +77,7 @@ class Attempt:
 
     async def hear(self, event: CoordinatorEvent) -> None:
         """An event from a rank; handled in order of arrival."""
-        await self._into.send(event)
+        await self._events.put(event)
 
     async def run(self) -> AsyncIterator[pb.RunFlipResponse]:
         """Yields progress, then the outcome."""
@@ -97,7 +98,7 @@ class Attempt:
         assert deadline_ns is not None, "a clock runs until the attempt ends"
         left_s = max(0.0, (deadline_ns - time.monotonic_ns()) * 1e-9)
         with anyio.move_on_after(min(left_s, BEAT_S)):
-            return await self._events.receive()
+            return await self._events.get()
         return DeadlineReached() if left_s <= BEAT_S else None
 
     async def _carry_out(self, effects: list[CoordinatorEffect]) -> None:
