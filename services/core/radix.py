@@ -85,7 +85,8 @@ class PrefixTree:
     def publish(self, parent: PrefixNode | None, key: TokenKey, block: BlockId) -> PrefixNode:
         """Makes a full block known behind `parent` (None: the root) and pins it; the tree owns `block` from here on.
 
-        Where the same prefix is known already, that node is pinned instead and `block` stays the caller's.
+        Where the same prefix is known already, that node is pinned instead and `block` stays the caller's; unless nobody
+        pins it: then it takes `block`, and its own is free, so that no request holds two copies of its own prefix.
         """
         children = self._roots if parent is None else parent.children
         node = children.get(key)
@@ -93,6 +94,9 @@ class PrefixTree:
             node = children[key] = PrefixNode(key, block, parent)
             node.num_pins = 1
         else:
+            if node.num_pins == 0:
+                self._pool.give(node.block)
+                node.block = block
             self.pin(node)
         return node
 

@@ -294,7 +294,8 @@ class Batcher:
         request.num_in_flight -= 1
         self.tally.num_emitted_tokens += 1
         events.append(Emitted(request.request_id, output_index, (token,), () if logprobs is None else (logprobs,)))
-        if request.index is not None:
+        if request.index is not None and not self._is_frozen:
+            # While frozen not even a second copy may become free; the next publication catches up.
             self._tables.publish(request)
         if reason := _ending(request):
             events.append(self._end(request, reason))

@@ -264,3 +264,16 @@ def test_a_census_names_what_is_wrong() -> None:
     request.path[0].num_pins -= 1
     request.blocks.append(BlockId(request.blocks[-1]))
     assert batcher.census().unaccounted == (request.blocks[-1],)
+
+
+@BOTH
+def test_a_prompt_cached_whole_gets_on_in_a_pool_without_room_for_two_copies_of_its_end(kind: LayoutKind) -> None:
+    """P3.9, P3.12: its last block is computed again; with both copies kept it preempted itself for ever."""
+    bench = Bench(limits_of(num_blocks=4, max_context_tokens=64), layout_of(kind))
+    prompt = list(range(3 * BLOCK_SLOTS))
+    bench.submit("first", prompt, 1)
+    bench.run()
+    bench.submit("second", prompt, 10)
+    bench.run(max_steps=100)
+    assert bench.outputs["second"] == answer(prompt, 10)
+    assert bench.batcher.tally.num_preemptions == 0

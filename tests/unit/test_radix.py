@@ -52,6 +52,18 @@ def test_a_known_prefix_keeps_its_block() -> None:
     assert pool.num_free == 5
 
 
+def test_a_known_prefix_that_nobody_holds_takes_the_new_copy_and_frees_its_own() -> None:
+    pool = BlockPool(8)
+    tree = PrefixTree(pool)
+    first = publish(pool, tree, [1, 2])
+    let_go(tree, first)
+    old = [node.block for node in first]
+    second = publish(pool, tree, [1])
+    assert second == first[:1] and second[0].block != old[0]
+    assert pool.is_free(old[0]) and not pool.is_free(old[1])
+    assert pool.num_free == 6 and tree.num_cached == 1 and found(tree, 1, 2) == 2
+
+
 def test_eviction_is_least_recently_used_and_leaves_first() -> None:
     pool = BlockPool(8)
     tree = PrefixTree(pool)
