@@ -109,7 +109,8 @@ def main() -> int:
         print(failure.text())  # noqa: T201
         return 1
     print(  # noqa: T201
-        f"{totals.schedules} schedules in {took_s:.1f} s ({totals.schedules / cpu_s:.0f} per CPU second), {totals.events} events, "
+        f"{totals.schedules} schedules in {took_s:.1f} s ({totals.schedules / cpu_s:.0f} per CPU second), "
+        f"{totals.events} events, "
         f"{totals.committed} flips committed carrying {totals.carried} requests, {totals.abandoned} not committed, "
         f"{totals.lost} generations lost: no violation"
     )

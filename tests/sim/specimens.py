@@ -24,8 +24,8 @@ from services.core.flip import (
 )
 from services.core.flip_coordinator import CoordinatorState, FlipCoordinator
 from services.core.flip_participant import FlipParticipant, ParticipantState
-from services.core.ids import BlockId, Sequence, blocks_for
-from services.core.radix import PrefixNode, PrefixTree
+from services.core.ids import BlockId, Sequence, TokenId, blocks_for
+from services.core.radix import PrefixNode, PrefixTree, TokenKey
 from services.core.step import FlipEntry, StepPlan
 from services.mover.early import EarlyEvents
 from services.scheduler.batcher import Batcher
@@ -72,6 +72,25 @@ class StaleTreeBatcher(Batcher):
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
         self._tables.tree = FindableAfterEviction(self._tables.pool)
+
+
+class SecondCopyTree(PrefixTree):
+    """P3.9: a block whose content is cached already stays beside it, both held by the same request."""
+
+    def publish(self, parent: PrefixNode | None, key: TokenKey, block: BlockId) -> PrefixNode:
+        node = (self._roots if parent is None else parent.children).get(key)
+        if node is None:
+            return super().publish(parent, key, block)
+        self.pin(node)
+        return node
+
+
+class SecondCopyBatcher(Batcher):
+    """Over a tree that never takes a new copy for an old one."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self._tables.tree = SecondCopyTree(self._tables.pool)
 
 
 class TwiceFreedBatcher(Batcher):
@@ -314,12 +333,20 @@ def links_break_as_flips_follow_each_other(case: Case) -> Case:
     return replace(case, faults=faults, odds=Odds(refuse=0.3), eager_flips=8, slow_share=0.3)
 
 
+def one_prompt_of_whole_blocks(case: Case) -> Case:
+    """Everybody asks the same, and the pool has one block more than the prompt."""
+    limits = replace(case.limits, num_blocks=4, max_context_tokens=64)
+    prompt = tuple(TokenId(1 + place % 5) for place in range(48))
+    return replace(case, limits=limits, asked=tuple(replace(asked, prompt=prompt) for asked in case.asked))
+
+
 def _specimen(name: str, invariants: Items[str], focus: Focus = unchanged, **parts: type) -> Specimen:
     return Specimen(name, replace(SHIPPED, **parts), frozenset(invariants), focus=focus)
 
 
 SPECIMENS = (
     _specimen("freed block stays findable (P3.8)", ("census", "context", "raised"), batcher=StaleTreeBatcher),
+    _specimen("second copy kept (P3.9)", ("liveness",), one_prompt_of_whole_blocks, batcher=SecondCopyBatcher),
     _specimen("blocks freed twice", ("raised", "census", "frozen blocks"), batcher=TwiceFreedBatcher),
     _specimen("freed while frozen (Z6)", ("frozen blocks",), batcher=UnfrozenBatcher),
     _specimen("tokens_through left out", ("known tokens",), batcher=ForgetfulBatcher),
