@@ -1,0 +1,128 @@
+"""When requests come and how long they are: traces of real services scaled to a machine, and drawn ones. Pure.
+
+A scaled trace says by how much: its factors are part of every result. Never opens a connection.
+"""
+
+import csv
+import itertools
+import json
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+MAX_ARRIVALS = 100_000
+"""Rows that are read of a trace, and arrivals that are drawn."""
+PREFILL_TOKENS_PER_S = 300.0
+DECODE_TOKENS_PER_S = 80.0
+"""What a small CPU machine works off, for the choice of a time scale: only the order of magnitude matters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request of a trace; `at_s` counts from the trace's first."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+    @property
+    def work_s(self) -> float:
+        """Roughly how long a small machine works on it."""
+        return self.prompt_tokens / PREFILL_TOKENS_PER_S + self.output_tokens / DECODE_TOKENS_PER_S
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """Arrivals on a machine's scale: lengths and times are the trace's, multiplied by these factors."""
+
+    arrivals: tuple[Arrival, ...]
+    length_scale: float
+    time_scale: float
+
+    def statement(self) -> str:
+        """The scale in words."""
+        return f"{len(self.arrivals)} arrivals, lengths x {self.length_scale:.4g}, times x {self.time_scale:.4g}"
+
+
+def read_trace(path: Path) -> list[Arrival]:
+    """A trace by its form: CSV with TIMESTAMP, ContextTokens, GeneratedTokens, or JSON lines with timestamp
+    (milliseconds), input_length, output_length. In order of time, the first at 0.
+
+    Raises:
+        ValueError: another form, or nothing in it.
+    """
+    with path.open(encoding="utf-8") as lines:
+        rows = _json_rows(lines) if path.suffix == ".jsonl" else _csv_rows(lines)
+        found = sorted(itertools.islice(rows, MAX_ARRIVALS), key=lambda row: row.at_s)
+    if not found:
+        raise ValueError(f"{path} has no arrivals")
+    begin_s = found[0].at_s
+    return [Arrival(row.at_s - begin_s, row.prompt_tokens, row.output_tokens) for row in found]
+
+
+def _csv_rows(lines: Iterable[str]) -> Iterator[Arrival]:
+    reader = csv.DictReader(lines)
+    needed = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"}
+    if missing := needed - set(reader.fieldnames or ()):
+        raise ValueError(f"a trace in CSV has the columns {sorted(needed)}; missing: {sorted(missing)}")
+    for row in reader:
+        # Seven digits after the point are one more than datetime reads.
+        at_s = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+        yield Arrival(at_s, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+
+
+def _json_rows(lines: Iterable[str]) -> Iterator[Arrival]:
+    for line in lines:
+        row = json.loads(line)
+        try:
+            yield Arrival(row["timestamp"] / 1e3, int(row["input_length"]), int(row["output_length"]))
+        except KeyError as error:
+            raise ValueError(f"a line of the trace has no {error}") from error
+
+
+def fit(
+    trace: Sequence[Arrival],
+    *,
+    seconds: float,
+    max_prompt_tokens: int,
+    max_output_tokens: int,
+    utilisation: float = 0.5,
+) -> Scaled:
+    """The trace's beginning on a small machine: the longest prompts become `max_prompt_tokens`, and time is stretched
+    until the arrivals of `seconds` are `utilisation` of what the machine works off. Outputs are cut, never stretched.
+    """
+    at_most = max(arrival.prompt_tokens for arrival in trace)
+    length_scale = min(1.0, max_prompt_tokens / at_most)
+    shortened = [_scaled(arrival, length_scale, 1.0, max_output_tokens) for arrival in trace]
+    budget_s, num_taken = seconds * utilisation, 0
+    for arrival in shortened:
+        budget_s -= arrival.work_s
+        if budget_s < 0:
+            break
+        num_taken += 1
+    taken = shortened[: max(num_taken, 1)]
+    time_scale = seconds / max(taken[-1].at_s, 1e-3)
+    return Scaled(
+        tuple(_scaled(arrival, 1.0, time_scale, max_output_tokens) for arrival in taken), length_scale, time_scale
+    )
+
+
+def _scaled(arrival: Arrival, length_scale: float, time_scale: float, max_output_tokens: int) -> Arrival:
+    return Arrival(
+        arrival.at_s * time_scale,
+        max(1, round(arrival.prompt_tokens * length_scale)),
+        min(max_output_tokens, max(1, round(arrival.output_tokens * length_scale))),
+    )
+
+
+def poisson(
+    seed: int, *, per_s: float, seconds: float, prompt_tokens: tuple[int, int], output_tokens: tuple[int, int]
+) -> tuple[Arrival, ...]:
+    """Independent arrivals, `per_s` on average, with lengths drawn evenly from closed ranges."""
+    drawn: list[Arrival] = []
+    draw, at_s = random.Random(seed), 0.0
+    while (at_s := at_s + draw.expovariate(per_s)) < seconds and len(drawn) < MAX_ARRIVALS:
+        drawn.append(Arrival(at_s, draw.randint(*prompt_tokens), draw.randint(*output_tokens)))
+    return tuple(drawn)
