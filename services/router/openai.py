@@ -24,6 +24,10 @@ MAX_STOP_CHARS = 1024
 """Longest stop string: what a stream may hold back."""
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
+MIN_TOP_P = 2.0**-100
+"""A smaller `top_p` asks for the same, the most probable token alone, and would be 0 as the float32 it travels as."""
+MIN_REPETITION_PENALTY = 0.01
+"""Logits are divided by it: much less makes them infinite, and the request would fail in the model."""
 MAX_ASKED_TOKENS = 10**15
 """Above any window; only keeps the number an ordinary one."""
 _IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key")
@@ -166,14 +170,14 @@ def _sampling(fields: Fields, bounds: RequestBounds) -> SamplingAsked:
     seed = fields.integer("seed", -(2**63), 2**64 - 1)
     return SamplingAsked(
         temperature=_default(fields.number("temperature", 0.0, 2.0), 1.0),
-        top_p=_default(fields.number("top_p", 0.0, 1.0, above=True), 1.0),
+        top_p=max(_default(fields.number("top_p", 0.0, 1.0, above=True), 1.0), MIN_TOP_P),
         # -1 is how other servers spell "all".
         top_k=max(fields.integer("top_k", -1, bounds.vocabulary_size) or 0, 0),
         min_p=_default(fields.number("min_p", 0.0, 1.0), 0.0),
         seed=None if seed is None else seed % 2**64,
         presence_penalty=_default(fields.number("presence_penalty", -2.0, 2.0), 0.0),
         frequency_penalty=_default(fields.number("frequency_penalty", -2.0, 2.0), 0.0),
-        repetition_penalty=_default(fields.number("repetition_penalty", 0.0, 10.0, above=True), 1.0),
+        repetition_penalty=_default(fields.number("repetition_penalty", MIN_REPETITION_PENALTY, 10.0), 1.0),
         logit_bias=_logit_bias(fields.value("logit_bias"), bounds),
     )
 

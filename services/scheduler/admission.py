@@ -1,11 +1,15 @@
 """Who may enter: what a submission must satisfy, and who waits in which order. Pure."""
 
+import math
 from bisect import insort
 from collections.abc import Iterator
 
-from services.core.request import Rejected, RejectReason, Submission
+from services.core.request import Rejected, RejectReason, SamplingParams, Submission
 from services.scheduler.limits import BatchLimits
 from services.scheduler.resident import Request
+
+MAX_TOP_K = 2**31 - 1
+"""What a rank's table holds."""
 
 
 class WaitingQueue:
@@ -62,6 +66,35 @@ def refusal(submission: Submission, limits: BatchLimits) -> Rejected | None:
     if limits.num_vocab is not None and not 0 <= lowest <= highest < limits.num_vocab:
         text = f"token ids from {lowest} to {highest}; the vocabulary has [0, {limits.num_vocab})"
         return _invalid(submission, "token_ids", text)
+    return _sampling_refusal(submission, limits)
+
+
+def _sampling_refusal(submission: Submission, limits: BatchLimits) -> Rejected | None:
+    """Parameters that the sampler would not take: in a step they would end the generation, with everybody's requests.
+
+    NaN is in no range.
+    """
+    sampling = submission.sampling
+    rules = (
+        ("temperature", sampling.temperature, 0 <= sampling.temperature < math.inf, "in [0, inf)"),
+        ("top_k", sampling.top_k, 0 <= sampling.top_k <= MAX_TOP_K, f"in [0, {MAX_TOP_K}]"),
+        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "in (0, 1]"),
+        ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "in [0, 1]"),
+        ("presence_penalty", sampling.presence_penalty, math.isfinite(sampling.presence_penalty), "finite"),
+        ("frequency_penalty", sampling.frequency_penalty, math.isfinite(sampling.frequency_penalty), "finite"),
+        ("repetition_penalty", sampling.repetition_penalty, 0 < sampling.repetition_penalty < math.inf, "in (0, inf)"),
+    )
+    for name, value, is_good, wanted in rules:
+        if not is_good:
+            return _invalid(submission, f"sampling.{name}", f"{name} {value:g}; {wanted} expected")
+    return _bias_refusal(submission, sampling, limits.num_vocab)
+
+
+def _bias_refusal(submission: Submission, sampling: SamplingParams, num_vocab: int | None) -> Rejected | None:
+    for token_id, bias in sampling.logit_bias:
+        if token_id < 0 or (num_vocab is not None and token_id >= num_vocab) or not math.isfinite(bias):
+            text = f"token id {token_id} with bias {bias:g}; an id of the vocabulary [0, {num_vocab}), finite, expected"
+            return _invalid(submission, "sampling.logit_bias", text)
     return None
 
 

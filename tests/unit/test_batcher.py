@@ -1,5 +1,7 @@
 """Requests from submission to their end: what is taken, computed, emitted, and why it ends."""
 
+import math
+
 import pytest
 
 from services.core.ids import LayoutKind, RequestId, Sequence, TokenId
@@ -117,6 +119,17 @@ def test_a_request_that_fills_the_pool_alone_ends_with_length() -> None:
         ({"num_prompt_tokens": 9}, "num_prompt_tokens"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"token_ids": (TokenId(1), TokenId(5000), TokenId(2))}, "token_ids"),
+        ({"sampling": SamplingParams(temperature=-1.0)}, "sampling.temperature"),
+        ({"sampling": SamplingParams(temperature=math.nan)}, "sampling.temperature"),
+        ({"sampling": SamplingParams(top_k=2**31)}, "sampling.top_k"),
+        ({"sampling": SamplingParams(top_p=0.0)}, "sampling.top_p"),
+        ({"sampling": SamplingParams(top_p=math.nan)}, "sampling.top_p"),
+        ({"sampling": SamplingParams(min_p=1.5)}, "sampling.min_p"),
+        ({"sampling": SamplingParams(presence_penalty=math.inf)}, "sampling.presence_penalty"),
+        ({"sampling": SamplingParams(frequency_penalty=math.nan)}, "sampling.frequency_penalty"),
+        ({"sampling": SamplingParams(repetition_penalty=0.0)}, "sampling.repetition_penalty"),
+        ({"sampling": SamplingParams(logit_bias=((TokenId(997), 1.0),))}, "sampling.logit_bias"),
+        ({"sampling": SamplingParams(logit_bias=((TokenId(1), math.nan),))}, "sampling.logit_bias"),
     ],
 )
 def test_a_field_out_of_range_is_named(changes: dict[str, object], field: str) -> None:

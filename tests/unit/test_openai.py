@@ -5,6 +5,7 @@ import threading
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,6 +47,7 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("presence_penalty", 3),
     ("frequency_penalty", -3),
     ("repetition_penalty", 0),
+    ("repetition_penalty", 1e-310),
     ("n", 0),
     ("n", 17),
     ("seed", 2**64),
@@ -165,6 +167,13 @@ def test_what_is_absent_has_openais_defaults() -> None:
     assert parse_completion({"prompt": "x"}, BOUNDS)[0].max_output_tokens == 16
     nulls = dict.fromkeys(("max_tokens", "temperature", "n", "stop", "logit_bias", "seed", "tools", "stream"))
     assert parse_chat({"messages": MESSAGES, **nulls}, BOUNDS)[0] == chat
+
+
+@pytest.mark.parametrize("value", [1e-320, 5e-324, 1e-50])
+def test_a_top_p_below_float32_keeps_the_top_token_alone(value: float) -> None:
+    """As 0 on the wire it would be outside the sampler's range, and end the generation with everybody's requests."""
+    asked, _ = parse_completion({"prompt": "x", "top_p": value}, BOUNDS)
+    assert 0 < float(np.float32(asked.sampling.top_p)) < 1e-9
 
 
 def test_what_is_given_is_taken() -> None:
