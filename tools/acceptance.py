@@ -141,7 +141,7 @@ async def _client(settings: Settings) -> AsyncIterator[MeshClient]:
 
 async def accept(client: MeshClient, plan: Plan, readiness_s: float | None) -> Report:
     """The run, on a mesh whose policy is `manual`; it is left under `auto`."""
-    settings = client.settings
+    settings, facts = client.settings, await asyncio.to_thread(machine_facts, ROOT)
     address = read_address(client.paths.address("router", "http"))
     load = HttpLoad(address, settings.model.name, plan.shape, settings.router.api_key)
     await bring_to(client, LayoutKind.TP)
@@ -171,11 +171,12 @@ async def accept(client: MeshClient, plan: Plan, readiness_s: float | None) -> R
             offset_ns=offset_ns,
             streamed=load.streamed,
             num_skipped=load.num_skipped,
+            seed=load.seed,
             observer=observer,
             probe=probe,
             verdicts_before=verdicts_before,
             readiness_s=readiness_s,
-            facts=machine_facts(ROOT),
+            facts=facts,
         )
     )
 

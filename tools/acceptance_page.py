@@ -269,7 +269,7 @@ def _flips(document: Document) -> str:
                 "" if flip["pause_ns"] is None else f"{flip['pause_ns'] / 1e6:.1f}",
                 f"{max(gaps):.0f}" if gaps else "",
                 f"{flip['num_carried']} ({flip['num_partly_prefilled']})",
-                flip["reason"] or cause,
+                cause if flip["state"] == "committed" else flip["reason"],
             )
         )
     head = ("flip", "at", "way", "end", "pause ms", "longest gap ms", "carried (partly prefilled)", "why")

@@ -69,6 +69,8 @@ class Run:
     """From the monotonic clock to the wall clock."""
     streamed: Sequence[Streamed]
     num_skipped: int
+    seed: int
+    """Of the prompts."""
     observer: Observer
     probe: CountingProbe
     verdicts_before: int
@@ -142,6 +144,7 @@ class Report:
                 "minutes": run.plan.minutes,
                 "control_s": run.plan.control_s,
                 "load": run.plan.load_statement,
+                "seed": run.seed,
                 "readiness_s": run.readiness_s,
                 "window": asdict(run.window),
                 "machine": asdict(run.facts),
@@ -273,24 +276,21 @@ def _pause(flips: Sequence[FlipSeen], source: str, target: str) -> Spread | None
 
 def seconds_of(arrivals: Arrivals, begin_ns: int, end_ns: int) -> list[dict[str, float]]:
     """For each second: its tokens, the longest gap that ended in it (ms), and how many streams were between their
-    first token and their last.
+    first token and their last at its middle.
     """
     count = max(0, int((end_ns - begin_ns) // NS_PER_S))
     seconds = [{"tokens": 0.0, "longest_gap_ms": 0.0, "decoding": 0.0} for _ in range(count)]
     for arrived in arrivals:
-        previous_ns: int | None = None
-        for at_ns in arrived:
+        for previous_ns, at_ns in zip([None, *arrived], arrived, strict=False):
             place = int((at_ns - begin_ns) // NS_PER_S)
             if 0 <= place < count:
                 seconds[place]["tokens"] += 1
-                if previous_ns is not None:
-                    longest = max(seconds[place]["longest_gap_ms"], (at_ns - previous_ns) / NS_PER_MS)
-                    seconds[place]["longest_gap_ms"] = longest
-            previous_ns = at_ns
+                gap_ms = 0.0 if previous_ns is None else (at_ns - previous_ns) / NS_PER_MS
+                seconds[place]["longest_gap_ms"] = max(seconds[place]["longest_gap_ms"], gap_ms)
         if arrived:
-            first, last = (int((at_ns - begin_ns) // NS_PER_S) for at_ns in (arrived[0], arrived[-1]))
-            for place in range(max(first, 0), min(last + 1, count)):
-                seconds[place]["decoding"] += 1
+            first, last = (round((at_ns - begin_ns) / NS_PER_S) for at_ns in (arrived[0], arrived[-1]))
+            for second in seconds[max(first, 0) : max(last, 0)]:
+                second["decoding"] += 1
     return seconds
 
 

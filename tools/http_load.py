@@ -85,7 +85,11 @@ def prompt_ids(seed: int, num_tokens: int) -> list[int]:
 class HttpLoad:
     """One run of a shape; `streamed` grows as requests are sent."""
 
-    def __init__(self, address: Loopback, model: str, shape: Shape, api_key: str | None = None) -> None:
+    def __init__(
+        self, address: Loopback, model: str, shape: Shape, api_key: str | None = None, seed: int | None = None
+    ) -> None:
+        self.seed = random.SystemRandom().getrandbits(32) if seed is None else seed
+        """Of the prompts. Drawn where none is given: else a second run would find the first one's prompts cached."""
         self.streamed: list[Streamed] = []
         self.num_skipped = 0
         """Arrivals for which there was no place."""
@@ -106,6 +110,10 @@ class HttpLoad:
             if self._shape.arrivals:
                 tasks.start_soon(self._arrivals, began_s)
 
+    def stop(self) -> None:
+        """Sends nothing more, where `run` still would; what is open goes on to its end."""
+        self._stops_s = time.monotonic()
+
     async def ask(self, kind: str, prompt_tokens: int, max_tokens: int) -> Streamed:
         """One request, to its end; a failure is in the record, not raised."""
         number = next(self._numbers)
@@ -116,7 +124,7 @@ class HttpLoad:
         self.streamed.append(streamed)
         body = {
             "model": self._model,
-            "prompt": prompt_ids(number, prompt_tokens),
+            "prompt": prompt_ids(self.seed * MAX_REQUESTS + number, prompt_tokens),
             "max_tokens": max_tokens,
             "temperature": 0,
             "ignore_eos": True,

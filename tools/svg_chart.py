@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 WIDTH, HEIGHT = 1080, 220
-LEFT, RIGHT, TOP, BOTTOM = 64, 64, 14, 30
+LEFT, RIGHT, TOP, BOTTOM = 64, 64, 26, 30
 NUM_TICKS = 5
 MAX_POINTS = 1500
 """Of one line: more than a screen has columns."""
@@ -152,14 +152,14 @@ class Chart:
             f'<text x="{LEFT - 6}" y="{up.at(tick) + 4:.1f}" text-anchor="end">{_number(tick)}</text>'
             for tick in up.ticks()
         ]
-        lines.append(f'<text class="unit" x="4" y="{TOP + 4}">{html.escape(self.unit)}</text>')
+        lines.append(f'<text class="unit" x="4" y="15">{html.escape(self.unit)}</text>')
         if self.second is not None:
             right = self._up_second
             lines += [
                 f'<text x="{WIDTH - RIGHT + 6}" y="{right.at(tick) + 4:.1f}">{_number(tick)}</text>'
                 for tick in right.ticks()
             ]
-            place = f'x="{WIDTH - 4}" y="{TOP + 4}" text-anchor="end"'
+            place = f'x="{WIDTH - 4}" y="15" text-anchor="end"'
             lines.append(f'<text class="unit" {place}>{html.escape(self.second_unit)}</text>')
         return lines
 

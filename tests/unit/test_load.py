@@ -152,6 +152,25 @@ async def test_an_ending_without_text_is_no_token() -> None:
     assert load.streamed[0].is_whole
 
 
+async def prompts_of(seed: int | None) -> list[object]:
+    bodies: list[object] = []
+
+    async def answer(body: dict[str, object], writer: asyncio.StreamWriter) -> None:
+        bodies.append(body["prompt"])
+        writer.write(HEAD + chunk(completion("t", "length") + ending(1)) + chunk(b""))
+
+    async with server(answer) as address:
+        load = HttpLoad(address, "some", Shape(), seed=seed)
+        for _ in range(2):
+            await load.ask("decode", 20, 1)
+    return bodies
+
+
+async def test_runs_repeat_by_their_seed_and_else_do_not() -> None:
+    assert await prompts_of(3) == await prompts_of(3)
+    assert await prompts_of(None) != await prompts_of(None)
+
+
 def test_prompts_are_drawn_from_a_seed() -> None:
     assert prompt_ids(1, 40) == prompt_ids(1, 40)
     assert prompt_ids(1, 40)[:4] != prompt_ids(2, 40)[:4]

@@ -1,0 +1,65 @@
+"""Acceptance in small: the whole promise on a real mesh for well under a minute of load; and figures of one layout."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from services.core.ids import LayoutKind
+from services.mesh.settings import load_settings
+from tests.mesh.meshes import Mesh, started
+from tests.mesh.running import python, running
+from tools.bench_mesh import MeshBench
+from tools.mesh_client import MeshClient
+from tools.steering import bring_to
+
+RUN_S = 110.0
+
+
+@pytest.mark.timeout(150)
+def test_the_promise_is_kept(tmp_path: Path) -> None:
+    config, document, page = tmp_path / "mesh.toml", tmp_path / "run.json", tmp_path / "run.html"
+    config.write_text(f'[pool]\nnum_blocks = 1024\n[state]\ndir = "{tmp_path / "other"}"\n')
+    command = python("-m", "tools.cli", "acceptance", "--config", str(config), "--ranks", "2", "--decoders", "4")
+    command += ["--minutes", "0.6", "--control", "6", "--min-flips", "1"]
+    with running([*command, "--json", str(document), "--page", str(page)], {}) as process:
+        lines = process.rest(RUN_S)
+        assert process.code() == 0, "\n".join(lines)
+    found = json.loads(document.read_text())
+    assert found["passed"] is True
+    assert found["run"]["ranks"] == 2
+    assert min(found["summary"]["flips"].values()) >= 1
+    assert min(found["summary"]["crossings"].values()) >= 1
+    assert {load["layout"] for load in found["loads"]} == {"PP", "TP"}
+    assert all(check["passed"] for check in found["checks"])
+    assert "<svg" in page.read_text()
+    assert not (tmp_path / "other").exists(), "a mesh of its own has a state directory of its own"
+
+
+def test_a_mesh_that_does_not_flip_is_not_accepted(tmp_path: Path) -> None:
+    """Load too light to call for a flip: every request is well, and the promise is still not shown."""
+    with started(tmp_path / "light", policy={"mode": "manual", "prefill_threshold_tokens": 1_000_000}) as mesh:
+        done = mesh.command(
+            "acceptance", "--running", "--minutes", "0.1", "--control", "1", "--decoders", "2", timeout_s=RUN_S
+        )
+        assert done.returncode == 1, done.stderr
+        assert re.search(r"^FAIL flips: 0 TP to PP", done.stdout, re.MULTILINE)
+        assert re.search(r"^ok   requests: \d+ requests, 0 failed", done.stdout, re.MULTILINE)
+        assert done.stdout.rstrip().endswith("not accepted")
+        assert mesh.command("policy", "manual").stdout.startswith("manual -> "), "the mode before is set again"
+
+
+async def test_figures_of_one_layout(mesh: Mesh) -> None:
+    client = MeshClient(load_settings(mesh.config))
+    try:
+        bench = MeshBench(client, 1)
+        for layout in (LayoutKind.PP, LayoutKind.TP):
+            assert (await bench.prefill(layout, 64)).median > 0
+            assert (await bench.decode(layout, 2)).median > 0
+            assert (await bring_to(client, layout)).layout is layout
+        flips = await bench.flips(1)
+        assert {way: len(pauses) for way, pauses in flips.pauses_ms.items()} == {"TP to PP": 1, "PP to TP": 1}
+        assert flips.num_abandoned == 0
+    finally:
+        await client.close()
