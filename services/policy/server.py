@@ -141,6 +141,10 @@ class Policy(PolicyServiceServicer):
         return advice.layout, advice.shape, self.mode, attempts
 
     def _response(self, advice: Advice) -> pb.AdviseLayoutResponse:
+        assert self._heard is not None, "an advice follows a signal"
         return pb.AdviseLayoutResponse(
-            advised=layout_to_proto(advice.layout), reason=advice.reason, mode=mode_to_proto(self.mode.value)
+            advised=layout_to_proto(advice.layout),
+            reason=advice.reason,
+            mode=mode_to_proto(self.mode.value),
+            fence=self._heard.message.fence,
         )

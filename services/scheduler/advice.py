@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 
 import anyio
 import grpc.aio
+from flipmesh.common.v1 import layout_pb2
 from flipmesh.policy.v1 import policy_service_pb2 as pb
 from flipmesh.policy.v1.policy_service_pb2_grpc import PolicyServiceStub
 
@@ -22,7 +23,8 @@ MIN_INTERVAL_S = 0.05
 RECONNECT_S = 0.5
 
 Signal = Callable[[], pb.AdviseLayoutRequest]
-OnAdvice = Callable[[LayoutKind, str], Awaitable[None]]
+OnAdvice = Callable[[LayoutKind, str, layout_pb2.Fence], Awaitable[None]]
+"""The layout, the reason, and the fence of the signal that is answered."""
 
 
 class PolicyLink:
@@ -72,7 +74,7 @@ class PolicyLink:
     async def _listen(self, call: "grpc.aio.StreamStreamCall[pb.AdviseLayoutRequest, pb.AdviseLayoutResponse]") -> None:
         try:
             async for advice in call:
-                await self._on_advice(layout_from_proto(advice.advised, "advised"), advice.reason)
+                await self._on_advice(layout_from_proto(advice.advised, "advised"), advice.reason, advice.fence)
         except grpc.aio.AioRpcError as error:
             self._log.debug("policy-stream-broke", error=error.details())
 

@@ -12,7 +12,7 @@ from functools import partial
 
 import anyio
 import anyio.lowlevel
-from flipmesh.common.v1 import introspection_pb2
+from flipmesh.common.v1 import introspection_pb2, layout_pb2
 from flipmesh.policy.v1 import policy_service_pb2
 from flipmesh.scheduler.v1 import scheduler_service_pb2 as pb
 
@@ -178,8 +178,9 @@ class GroupLoop:
     def _flips_of(self, run: GenerationRun) -> Flips:
         """The generation's flips and its conversation with the policy, which run beside its log."""
 
-        async def follow(wanted: LayoutKind, reason: str) -> None:
-            if wanted is not run.kind:
+        async def follow(wanted: LayoutKind, reason: str, fence: layout_pb2.Fence) -> None:
+            # To stay in a layout that a flip has left meanwhile is no advice to go back to it.
+            if fence == run.fence_message and wanted is not run.kind:
                 await flips.attempt(wanted, reason)
 
         link = PolicyLink(self.peers, self.log, lambda: _signal(run, flips), follow)

@@ -37,8 +37,10 @@ async def test_answers_hold_across_flips_both_ways(bench: Bench, control: list[H
     hold_answers(control, load.heard)
     records = [await bench.record(flip_id) for flip_id in committed]
     full = [record for record in records if record.num_carried_requests == len(ASKS)]
-    assert {record.target for record in full} == {layout_to_proto(PP), layout_to_proto(TP)}
-    assert all(record.pause_ns > 0 and record.longest_token_gap_ns > 0 for record in full)
+    assert all(record.longest_token_gap_ns > 0 for record in full)
+    # Of two flips with no step between them neither has a pause of its own.
+    paused = [record for record in full if record.HasField("pause_ns")]
+    assert {record.target for record in paused} == {layout_to_proto(PP), layout_to_proto(TP)}
     assert all(record.bytes_moved == 0 for record in records), "shared mode moves no byte"
 
 

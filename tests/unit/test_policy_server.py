@@ -154,7 +154,8 @@ async def test_an_attempt_that_ended_makes_the_same_advice_new(stand: Stand) -> 
     await stream.tell(abandoned_in_a_row=1)
     assert (await stream.next()).advised == PP, "its backoff is over: again"
     await stream.tell_epoch(2)
-    assert (await stream.next()).advised == PP
+    again = await stream.next()
+    assert (again.advised, again.fence) == (PP, layout_pb2.Fence(generation=1, epoch=2))
 
 
 async def test_modes_change_at_run_time(stand: Stand) -> None:

@@ -13,10 +13,11 @@ from typing import Any
 import anyio
 import grpc.aio
 import pytest
+from flipmesh.common.v1 import layout_pb2
 from flipmesh.mover.v1 import mover_service_pb2 as mover_pb
 from flipmesh.mover.v1.mover_service_pb2_grpc import MoverServiceServicer, add_MoverServiceServicer_to_server
 from flipmesh.policy.v1 import policy_service_pb2
-from flipmesh.policy.v1.policy_service_pb2_grpc import add_PolicyServiceServicer_to_server
+from flipmesh.policy.v1.policy_service_pb2_grpc import PolicyServiceServicer, add_PolicyServiceServicer_to_server
 from flipmesh.worker.v1 import worker_service_pb2
 
 from services.core.flip import FlipOutcome
@@ -331,3 +332,38 @@ async def test_advice_is_followed_and_a_lost_policy_costs_nothing(tmp_path: Path
             assert status.timeline[-1].reason.startswith("prefill: ")
             assert (await group.loop.flip(TP)).outcome is FlipOutcome.COMMITTED
         assert (await group.status()).generation == entries(group)[0].generation, "one generation throughout"
+
+
+class ScriptedPolicy(PolicyServiceServicer):
+    """Answers each signal with the other layout, in the name of the epoch it is given."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.num_said = 0
+
+    async def AdviseLayout(  # noqa: N802
+        self, request_iterator: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[policy_service_pb2.AdviseLayoutResponse]:
+        async for signal in request_iterator:
+            fence = layout_pb2.Fence(generation=signal.fence.generation, epoch=self.epoch)
+            yield policy_service_pb2.AdviseLayoutResponse(advised=layout_to_proto(PP), reason="a test", fence=fence)
+            self.num_said += 1
+
+
+@pytest.mark.parametrize(("epoch", "is_followed"), [(1, True), (2, False)])
+async def test_advice_about_another_epoch_is_not_followed(
+    tmp_path: Path, log: Log, epoch: int, is_followed: bool
+) -> None:
+    """Advice that crossed a flip: it may say to stay, in the layout that was left."""
+    mover, policy = ScriptedMover(COMMITTED), ScriptedPolicy(epoch)
+    async with (
+        flipping(tmp_path, log, mover) as (group, router),
+        serving(group, "policy", add_PolicyServiceServicer_to_server, policy, policy_service_pb2.DESCRIPTOR),
+    ):
+        for number in range(3):
+            await router.submit(f"r{number}", [number, *PROMPT], 3)
+            await router.ended(f"r{number}")
+            with anyio.fail_after(WAIT_S):
+                while policy.num_said <= number:
+                    await anyio.lowlevel.checkpoint()
+        assert [span.reason for span in (await group.status()).timeline][1:] == (["a test"] if is_followed else [])
