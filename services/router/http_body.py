@@ -1,9 +1,10 @@
 """The body of an HTTP request: read within a bound, parsed within a bound, so that no body can hold up the loop.
 
 The parser holds the interpreter for the whole of a document, on whatever thread, so what is bounded is its work: bytes,
-and values (counted by their commas). Never echoes what was sent.
+values (counted by their commas) and lists and objects (by their brackets). Never echoes what was sent.
 """
 
+import gc
 import json
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,8 @@ Parsed = TypeVar("Parsed")
 
 MAX_VALUES = 500_000
 """Commas of one document: about 0.15 s of parsing at worst on a slow core; a window of ids may have more."""
+MAX_CONTAINERS = 1_000_000
+"""Lists and objects of one document: as much work as `MAX_VALUES` numbers, while the collector is away."""
 INLINE_BYTES = 65_536
 """A body up to here is parsed and checked on the loop: a millisecond at worst."""
 MAX_DISCARDED_BYTES = 134_217_728
@@ -73,7 +76,11 @@ def decode(body: bytes, max_values: int = MAX_VALUES) -> object:
     if not body.strip():
         raise _not_json("the body is empty: a JSON object is expected")
     if body.count(b",") > max_values:
-        raise RefusalError(Kind.TOO_LARGE, f"the body has more than {max_values} values", code="body_too_large")
+        raise _too_large(f"more than {max_values} values")
+    # Text may have brackets too: as with commas, a wide window has room for more of them.
+    max_containers = max(MAX_CONTAINERS, max_values)
+    if body.count(b"[") + body.count(b"{") > max_containers:
+        raise _too_large(f"more than {max_containers} lists and objects")
     try:
         return json.loads(body, parse_constant=_refuse_constant)
     except RecursionError:
@@ -90,7 +97,13 @@ def decode(body: bytes, max_values: int = MAX_VALUES) -> object:
 
 
 def _decode_and_parse(body: bytes, parse: Callable[[object], Parsed], max_values: int) -> Parsed:
-    return parse(decode(body, max_values))
+    # The collector would go through all that was parsed so far again and again, and find nothing.
+    gc.disable()
+    try:
+        document = decode(body, max_values)
+    finally:
+        gc.enable()
+    return parse(document)
 
 
 def _check_type(content_type: str | None) -> None:
@@ -106,6 +119,10 @@ def _check_type(content_type: str | None) -> None:
 
 def _refuse_constant(name: str) -> object:
     raise _not_json(f"the body is not valid JSON: {name} is no number of JSON")
+
+
+def _too_large(what: str) -> RefusalError:
+    return RefusalError(Kind.TOO_LARGE, f"the body has {what}", code="body_too_large")
 
 
 def _not_json(message: str) -> RefusalError:

@@ -1,7 +1,9 @@
 """Validation of OpenAI's bodies: every refusal names its field, says nothing of the input, and is small."""
 
+import gc
 import json
 import threading
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -258,6 +260,38 @@ async def test_large_bodies_are_checked_beside_the_loop(num_bytes: int, is_besid
 
     found = await parse_body(body, where, anyio.CapacityLimiter(1))
     assert (found != threading.get_ident()) is is_beside
+
+
+@pytest.mark.parametrize("body", [b"[" + b",".join([b"[[]]"] * 500_001) + b"]", b"[" + b"0," * 500_001 + b"0]"])
+def test_more_to_parse_than_the_loop_can_wait_for(body: bytes) -> None:
+    """P5.15"""
+    with pytest.raises(RefusalError) as refused:
+        decode(body)
+    assert (refused.value.kind, refused.value.code) == (Kind.TOO_LARGE, "body_too_large")
+
+
+@pytest.mark.parametrize("ending", [b"]", b"}"])
+async def test_the_collector_is_away_while_a_large_body_is_parsed(ending: bytes) -> None:
+    """P5.15: it would go through all lists so far again and again, which takes ten times as long as parsing them."""
+    ran: list[str] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        ran.append(phase)
+
+    parsed: list[int] = []
+    gc.callbacks.append(note)
+    try:
+        with suppress(RefusalError):
+            # The collector may run again once the document is there.
+            await parse_body(
+                b"[" + b",".join([b"[]"] * 100_000) + ending,
+                lambda _: parsed.append(len(ran)),
+                anyio.CapacityLimiter(1),
+            )
+    finally:
+        gc.callbacks.remove(note)
+    assert gc.isenabled()
+    assert (parsed or [len(ran)])[0] <= 4, "100,000 lists would have had the collector run a hundred times"
 
 
 def test_log_probabilities_that_json_cannot_write() -> None:
