@@ -3,13 +3,24 @@
 A layout is a value computed from the model's geometry and two vectors; model code is written once against a
 `RankShare`. All ranges are half-open. Shares are whole units (a KV group with its query heads, a quantisation block of
 FFN columns, a row of the vocabulary), rounded by largest remainder; a share may be empty.
+
+Two vectors, never mixed: `tp_weights` shares weights and compute, `kv_tokens` shares the rows of the KV cache where
+they are cut by tokens.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
 from itertools import pairwise
 
 from services.core.ids import LayoutKind, Rank
+
+MAX_TOKEN_PERIOD = 256
+"""Blocks after which the ownership of KV rows by a token vector repeats: longer, and short contexts lie on one rank."""
+TOKEN_STEPS = 64
+"""Sum of a proposed token vector, before it is reduced."""
 
 
 class LayoutError(ValueError):
@@ -33,9 +44,22 @@ class Span:
     def __contains__(self, index: int) -> bool:
         return self.begin <= index < self.end
 
+    def covers(self, other: "Span") -> bool:
+        """Whether all of `other` lies within."""
+        return self.begin <= other.begin and other.end <= self.end
+
     def times(self, factor: int) -> "Span":
         """The same range in units `factor` times smaller."""
         return Span(self.begin * factor, self.end * factor)
+
+
+class KvSharding(Enum):
+    """How the ranks of a TP layout share the KV cache."""
+
+    HEADS = "heads"
+    """Each rank has all rows of its own KV heads."""
+    TOKENS = "tokens"
+    """Each rank has some rows, of all KV heads; attention merges partial results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +74,19 @@ class ShardUnits:
     ffn_unit: int
     """Columns that stay together: the longest quantisation block along the FFN axis."""
     vocab: int
+    """Rows that the files have."""
+    vocab_unit: int = 1
+    """Rows of the vocabulary that stay together; above 1 the last unit may reach past the files' rows."""
 
     @property
     def heads_per_kv_head(self) -> int:
         """Query heads of one KV group."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def num_padded_vocab(self) -> int:
+        """Rows past the vocabulary that fill its last unit: zeros that exist in no file."""
+        return -self.vocab % self.vocab_unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +98,9 @@ class RankShare:
     heads: Span
     ffn: Span
     vocab: Span
+    """Rows that exist in the files."""
+    num_padded_vocab: int = 0
+    """Rows of zeros after those of `vocab`."""
 
     @property
     def has_head(self) -> bool:
@@ -79,6 +114,15 @@ class Layout:
 
     kind: LayoutKind
     shares: tuple[RankShare, ...]
+    kv_tokens: tuple[int, ...] | None = None
+    """Shares of the KV cache's rows, reduced; None: the cache is cut by layers and heads."""
+    embedding_by_rows: bool = False
+    """Whether a rank holds its vocabulary share of the embedding, not the whole."""
+
+    @property
+    def kv_sharding(self) -> KvSharding:
+        """How ranks with the same layers share the KV cache."""
+        return KvSharding.HEADS if self.kv_tokens is None else KvSharding.TOKENS
 
     @property
     def num_ranks(self) -> int:
@@ -94,6 +138,35 @@ class Layout:
     def sampling_rank(self) -> Rank:
         """The last stage's rank, in both layouts, so that sampler state never moves."""
         return Rank(self.num_ranks - 1)
+
+
+def parse_vector(name: str, text: str) -> tuple[int, ...]:
+    """A vector written as `2,1`; `checked_vector` says whether it can be one.
+
+    Raises:
+        LayoutError: an entry is no whole number.
+    """
+    try:
+        return tuple(int(entry) for entry in text.split(","))
+    except ValueError:
+        raise LayoutError(f"{name} {text!r} cannot be read: write one whole number per rank, such as 2,1") from None
+
+
+def checked_vector(name: str, vector: Sequence[int], num_ranks: int) -> tuple[int, ...]:
+    """The vector itself, if it has one positive whole number per rank.
+
+    Raises:
+        LayoutError: it has another length, or an entry is not whole or not positive.
+    """
+    if len(vector) != num_ranks:
+        raise LayoutError(f"{name} has {len(vector)} shares for {num_ranks} ranks: give one weight per rank")
+    for rank, entry in enumerate(vector):
+        if not isinstance(entry, int) or entry < 1:
+            raise LayoutError(
+                f"{name} {list(vector)}: rank {rank} has {entry}, a whole number of at least 1 expected; leave a rank "
+                "that is to hold nothing out of the group"
+            )
+    return tuple(vector)
 
 
 def largest_remainder(total: int, weights: Sequence[int]) -> tuple[int, ...]:
@@ -143,34 +216,138 @@ def pp_layout(units: ShardUnits, num_ranks: int, pp_layers: Sequence[int] | None
         "ffn": Span(0, units.ffn),
     }
     shares = tuple(
-        RankShare(layers=layers, vocab=Span(0, units.vocab if rank == last else 0), **whole)
+        RankShare(
+            layers=layers,
+            vocab=Span(0, units.vocab if rank == last else 0),
+            num_padded_vocab=units.num_padded_vocab if rank == last else 0,
+            **whole,
+        )
         for rank, layers in enumerate(spans(pp_layers))
     )
     return Layout(LayoutKind.PP, shares)
 
 
-def tp_layout(units: ShardUnits, num_ranks: int, tp_weights: Sequence[int] | None = None) -> Layout:
+def tp_layout(
+    units: ShardUnits,
+    num_ranks: int,
+    tp_weights: Sequence[int] | None = None,
+    *,
+    kv_tokens: Sequence[int] | None = None,
+    replicate_kv_heads: bool = False,
+    embedding_by_rows: bool = False,
+) -> Layout:
     """A share of every layer per rank, in proportion to `tp_weights` (equal by default), in whole units.
 
+    `kv_tokens`: the KV cache is cut by tokens in these proportions, not by heads. `replicate_kv_heads`: where ranks
+    outnumber KV heads, several ranks hold the same KV head and share its query heads; otherwise some hold no head.
+
     Raises:
-        LayoutError: the vector's length does not fit or its weights cannot be shares.
+        LayoutError: a vector's length does not fit or its entries cannot be shares.
     """
-    if tp_weights is None:
-        tp_weights = [1] * num_ranks
-    if len(tp_weights) != num_ranks:
-        raise LayoutError(f"tp_weights has {len(tp_weights)} shares for {num_ranks} ranks: give one weight per rank")
-    kv_heads = spans(largest_remainder(units.num_kv_heads, tp_weights))
-    ffn_units = largest_remainder(-(-units.ffn // units.ffn_unit), tp_weights)
+    weights = checked_vector("tp_weights", [1] * num_ranks if tp_weights is None else tp_weights, num_ranks)
+    if replicate_kv_heads and num_ranks > units.num_kv_heads:
+        heads = _replicated_heads(units, weights)
+    else:
+        kv_heads = spans(largest_remainder(units.num_kv_heads, weights))
+        heads = tuple((owned, owned.times(units.heads_per_kv_head)) for owned in kv_heads)
+    ffn_units = largest_remainder(-(-units.ffn // units.ffn_unit), weights)
     ffn = spans([count * units.ffn_unit for count in ffn_units], limit=units.ffn)
-    vocab = spans(largest_remainder(units.vocab, tp_weights))
+    vocab_units = largest_remainder(-(-units.vocab // units.vocab_unit), weights)
+    vocab = spans([count * units.vocab_unit for count in vocab_units], limit=units.vocab)
     shares = tuple(
         RankShare(
             layers=Span(0, units.num_layers),
-            kv_heads=kv_heads[rank],
-            heads=kv_heads[rank].times(units.heads_per_kv_head),
+            kv_heads=heads[rank][0],
+            heads=heads[rank][1],
             ffn=ffn[rank],
             vocab=vocab[rank],
+            num_padded_vocab=units.num_padded_vocab if len(vocab[rank]) and vocab[rank].end == units.vocab else 0,
         )
         for rank in range(num_ranks)
     )
-    return Layout(LayoutKind.TP, shares)
+    tokens = None if kv_tokens is None else _reduced_tokens(kv_tokens, num_ranks)
+    return Layout(LayoutKind.TP, shares, tokens, embedding_by_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Dealt:
+    """KV heads dealt to the first ranks."""
+
+    load: Fraction
+    """The most query heads per weight of any rank."""
+    num_copies: int
+    """KV heads held, each counted on every rank that holds it."""
+    heads: tuple[tuple[Span, Span], ...] = ()
+    """Per rank, its KV heads and its query heads."""
+
+    def followed_by(self, weights: Sequence[int], heads: Sequence[tuple[Span, Span]]) -> "_Dealt":
+        """The same, and these to the next ranks."""
+        load = max(Fraction(len(query), weight) for weight, (_, query) in zip(weights, heads, strict=True))
+        copies = sum(len(kv) for kv, _ in heads)
+        return _Dealt(max(self.load, load), self.num_copies + copies, (*self.heads, *heads))
+
+
+def _replicated_heads(units: ShardUnits, weights: Sequence[int]) -> tuple[tuple[Span, Span], ...]:
+    """KV heads and query heads per rank: a rank owns whole groups alone, or shares one group's query heads with others.
+
+    So every rank has the same number of query heads to each of its KV heads. The least loaded way, and among those the
+    one with the fewest copies: dealt from left to right, keeping the best for every number of ranks and of heads.
+    """
+    num_ranks, num_kv_heads = len(weights), units.num_kv_heads
+    best: dict[tuple[int, int], _Dealt] = {(0, 0): _Dealt(Fraction(0), 0)}
+    for rank in range(num_ranks):
+        for kv_head in range(num_kv_heads + 1):
+            dealt = best.get((rank, kv_head))
+            for heads in () if dealt is None else _next_deals(units, weights[rank:], kv_head):
+                assert dealt is not None
+                after = dealt.followed_by(weights[rank : rank + len(heads)], heads)
+                place = (rank + len(heads), max((kv_head, *(kv.end for kv, _ in heads))))
+                if place not in best or (after.load, after.num_copies) < (best[place].load, best[place].num_copies):
+                    best[place] = after
+    return best[num_ranks, num_kv_heads].heads
+
+
+def _next_deals(units: ShardUnits, weights: Sequence[int], kv_head: int) -> Iterator[tuple[tuple[Span, Span], ...]]:
+    """What the next ranks may hold from `kv_head` on: one rank any number of groups, or several one group together."""
+    group = units.heads_per_kv_head
+    for end in range(kv_head, units.num_kv_heads + 1):
+        yield ((Span(kv_head, end), Span(kv_head, end).times(group)),)
+    if kv_head < units.num_kv_heads:
+        for num_sharing in range(2, len(weights) + 1):
+            begins = kv_head * group
+            shared = spans(largest_remainder(group, weights[:num_sharing]))
+            yield tuple(
+                (Span(kv_head, kv_head + 1 if len(part) else kv_head), Span(begins + part.begin, begins + part.end))
+                for part in shared
+            )
+
+
+def _reduced_tokens(kv_tokens: Sequence[int], num_ranks: int) -> tuple[int, ...]:
+    vector = checked_vector("kv_tokens", kv_tokens, num_ranks)
+    reduced = tuple(share // math.gcd(*vector) for share in vector)
+    if sum(reduced) > MAX_TOKEN_PERIOD:
+        nearest = [max(share, 1) for share in largest_remainder(TOKEN_STEPS, reduced)]
+        raise LayoutError(
+            f"kv_tokens {list(vector)} repeats after {sum(reduced)} blocks, at most {MAX_TOKEN_PERIOD} are allowed: "
+            f"write {nearest}"
+        )
+    return reduced
+
+
+def equalising_token_vector(free_bytes: Sequence[int], token_bytes: int) -> tuple[int, ...]:
+    """The `kv_tokens` under which ranks with so much memory left after their weights fill up together.
+
+    `token_bytes`: of one token's keys and values over all layers and heads.
+
+    Raises:
+        LayoutError: a rank has no room for a token.
+    """
+    tokens = [free // token_bytes for free in free_bytes]
+    for rank, count in enumerate(tokens):
+        if count < 1:
+            raise LayoutError(
+                f"rank {rank} has {free_bytes[rank]} bytes left, one token takes {token_bytes}: give it less weight in "
+                "tp_weights, or more memory"
+            )
+    steps = [max(share, 1) for share in largest_remainder(TOKEN_STEPS, tokens)]
+    return tuple(share // math.gcd(*steps) for share in steps)
