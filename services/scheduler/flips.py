@@ -25,6 +25,7 @@ from services.mesh.errors import MeshError
 from services.mesh.log import Log
 from services.mesh.rpc import Peers, unary
 from services.mesh.settings import DeadlineSettings
+from services.scheduler.meters import Meters
 from services.scheduler.mover_question import MOVER_ABSENT_S, MoverQuestion
 from services.scheduler.token_gaps import FlipGaps
 
@@ -118,6 +119,7 @@ class Flips:
     peers: Peers
     deadlines: DeadlineSettings
     log: Log
+    meters: Meters
     on_change: Callable[[], None]
     timeline: list[LayoutSpan] = field(default_factory=list)
     abandoned_in_a_row: int = 0
@@ -250,6 +252,7 @@ class Flips:
     def _take_census(self, flip_id: FlipId) -> None:
         """After the outcome is written, so that it lengthens no pause; an imbalance is said, and serving goes on."""
         census = self.run.census()
+        self.meters.on_flip(self.abandoned_in_a_row, is_sound=census.is_sound)
         if not census.is_sound:
             self.num_unsound_censuses += 1
             self.log.error("census-unsound", flip=flip_id, census=census)

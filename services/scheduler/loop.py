@@ -184,7 +184,7 @@ class GroupLoop:
                 await flips.attempt(wanted, reason)
 
         link = PolicyLink(self.peers, self.log, lambda: _signal(run, flips), follow)
-        flips = Flips(run, self.peers, self.deadlines, self.log, link.touch)
+        flips = Flips(run, self.peers, self.deadlines, self.log, self.meters, link.touch)
         run.on_change = link.touch
         run.background = (flips.serve, link.run)
         return flips

@@ -54,6 +54,10 @@ class Meters:
         self._resident = metrics.gauge("flipmesh_scheduler_resident_requests", "Requests in the batch")
         self._queued = metrics.gauge("flipmesh_scheduler_queued_requests", "Requests waiting for admission")
         self._blocks = metrics.gauge("flipmesh_scheduler_blocks", "Blocks of the pool by state", ["state"])
+        self._abandoned = metrics.gauge("flipmesh_scheduler_flips_abandoned_in_a_row", "0 after a commit")
+        self._unsound = metrics.counter(
+            "flipmesh_scheduler_unsound_censuses", "Counts of blocks after a flip that did not add up"
+        )
 
     def on_finished(self, record: StepRecord, batcher: Batcher) -> None:
         """A step is acknowledged by all ranks."""
@@ -64,6 +68,11 @@ class Meters:
             self._wait_s.labels(rank).inc(record.wait_ns[rank] / NS_PER_S)
         if not batcher.num_in_flight or self._clock_s() - self._published_s >= PUBLISH_INTERVAL_S:
             self.publish(batcher)
+
+    def on_flip(self, abandoned_in_a_row: int, *, is_sound: bool) -> None:
+        """An attempt has ended and the blocks are counted."""
+        self._abandoned.set(abandoned_in_a_row)
+        self._unsound.inc(not is_sound)
 
     def on_lost(self, batcher: Batcher) -> None:
         """The generation ended: its last counts, and a fresh start for the next."""

@@ -136,6 +136,11 @@ def kinds(group: ToyGroup) -> list[type]:
     return found
 
 
+def metric(group: ToyGroup, name: str) -> float:
+    [family] = [family for family in group.metrics.families() if family.name == name]
+    return family.samples[0].value
+
+
 async def hold(group: ToyGroup, router: Router, name: str = "held", first: int = 0, num_tokens: int = 8) -> None:
     """A request at work whose steps nobody answers."""
     for worker in group.workers:
@@ -211,10 +216,13 @@ async def test_an_abandonment_is_an_entry_and_counts(tmp_path: Path, log: Log, m
             status = await group.status()
             assert (status.num_abandoned_in_a_row, status.last_abandon_reason) == (count, "rank 1 refuses: a test")
             assert status.epoch == 1
+            assert metric(group, "flipmesh_scheduler_flips_abandoned_in_a_row") == count
         await router.submit("a", PROMPT, 5)
         await router.ended("a")
         assert (await group.loop.flip(PP)).outcome is FlipOutcome.COMMITTED
         assert (await group.status()).num_abandoned_in_a_row == 0
+        assert metric(group, "flipmesh_scheduler_flips_abandoned_in_a_row") == 0
+        assert metric(group, "flipmesh_scheduler_unsound_censuses") == 0
         flip_entries = [entry.entry for entry in entries(group) if isinstance(entry.entry, FlipEntry)]
         assert [entry.flip_id for entry in flip_entries] == [1, 2, 3], "never used again"
         assert kinds(group)[:5] == [FlipEntry, AbandonEntry, FlipEntry, AbandonEntry, StepPlan]
@@ -367,3 +375,16 @@ async def test_advice_about_another_epoch_is_not_followed(
                 while policy.num_said <= number:
                     await anyio.lowlevel.checkpoint()
         assert [span.reason for span in (await group.status()).timeline][1:] == (["a test"] if is_followed else [])
+
+
+async def test_a_leak_is_said_and_serving_goes_on(tmp_path: Path, log: Log) -> None:
+    async with flipping(tmp_path, log, ScriptedMover(COMMITTED)) as (group, router):
+        assert group.loop.run is not None
+        assert group.loop.run.batcher._tables.pool.take() is not None
+        await group.loop.flip(PP)
+        status = await group.status()
+        assert (status.num_unaccounted_blocks, status.num_unsound_censuses) == (1, 1)
+        assert metric(group, "flipmesh_scheduler_unsound_censuses") == 1
+        await router.submit("a", PROMPT, 5)
+        await router.ended("a")
+        assert router.output("a") == answer(PROMPT, 5)
