@@ -21,6 +21,9 @@ LONG_STOP_NS = 100 * MS
 """A process that sleeps longer may miss a deadline."""
 SLOW_CHANNEL_NS = 30 * MS
 """No message of a slow channel takes longer: some of them fit into every deadline."""
+LARGE_SHARE = 0.06
+"""Of all schedules: those with many requests and long answers. Most races need few of both, and small ones are found
+and read sooner."""
 MOMENTS = ("armed", "parked", "present", "entered", "working", "verified", "concluded")
 """Of a flip, in their order."""
 
@@ -141,8 +144,9 @@ def draw_case(rng: Random) -> Case:
     """Topology, load, flips and faults of one seed; half of the seeds have no fault at all."""
     num_ranks = rng.choice((1, 2, 2, 3, 3, 4))
     limits = _limits(rng)
-    horizon_ns = rng.choice((5, 20, 60)) * MS
-    asked = _asked(rng, limits, horizon_ns)
+    is_large = rng.random() < LARGE_SHARE
+    horizon_ns = rng.choice((5, 20, 60) if is_large else (2, 5, 20)) * MS
+    asked = _asked(rng, limits, horizon_ns, is_large)
     has_faults = rng.random() < 0.5
     low = rng.choice((10, 50, 200)) * US
     return Case(
@@ -183,10 +187,12 @@ def _limits(rng: Random) -> BatchLimits:
     )
 
 
-def _asked(rng: Random, limits: BatchLimits, horizon_ns: int) -> tuple[Asked, ...]:
+def _asked(rng: Random, limits: BatchLimits, horizon_ns: int, is_large: bool) -> tuple[Asked, ...]:
+    num_asked = rng.randint(1, 8) if is_large else rng.choice((1, 1, 2, 2, 3, 4))
+    outputs = (1, 2, 5, 9, 17, 30) if is_large else (1, 2, 3, 5, 8)
     stems = [tuple(_tokens(rng, rng.choice((16, 20, 32, 33)))) for _ in range(2)]
     asked = []
-    for number in range(rng.randint(1, 8)):
+    for number in range(num_asked):
         stem = rng.choice(stems) if rng.random() < 0.6 else ()
         prompt = (*stem, *_tokens(rng, rng.choice((0, 1, 3, 10, 17))))[: limits.context_tokens - 1] or (TokenId(5),)
         if rng.random() < 0.04:
@@ -196,7 +202,7 @@ def _asked(rng: Random, limits: BatchLimits, horizon_ns: int) -> tuple[Asked, ..
                 name=f"r{number}",
                 at_ns=int(rng.random() * horizon_ns),
                 prompt=prompt,
-                max_output_tokens=rng.choice((1, 2, 5, 9, 17, 30)),
+                max_output_tokens=rng.choice(outputs),
                 end_ids=frozenset((END_ID,)) if rng.random() < 0.4 else frozenset(),
                 stop="".join(map(letter, _tokens(rng, 1))) if rng.random() < 0.15 else None,
                 priority=rng.choice((0, 0, 0, 1, -1)),

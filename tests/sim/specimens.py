@@ -39,7 +39,7 @@ from tests.sim.resident_places import Place, Places
 from tests.sim.run import Focus, unchanged
 from tests.sim.scheduler import PendingFlip, Run, SchedulerProcess
 
-NUM_SEEDS = 300
+NUM_SEEDS = 2000
 
 Runs = tuple[tuple[BlockId, int], ...]
 

@@ -24,6 +24,7 @@ LOSS_SHARE = 0.5
 
 Delay = tuple[int, int]
 """[shortest, longest] in ns; most are short, a few are long."""
+Call = Callable[..., None]
 Note = tuple[int, str, str, tuple[object, ...]]
 
 
@@ -79,8 +80,10 @@ class World:
         self.now_ns = 0
         self.num_events = 0
         self.notes: deque[Note] = deque(maxlen=None if keeps_all else TAIL_EVENTS)
-        self._heap: list[tuple[int, int, Process | None, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._num_pushed = 0
+        self.random = rng.random
+        """The method itself: it is asked for every message."""
+        self.heap: list[tuple[int, int, Process | None, int, Call, tuple[Any, ...]]] = []
+        self.num_pushed = 0
 
     def at(self, delay_ns: int, process: Process | None, call: Callable[..., None], *args: Any) -> None:
         """Makes `call` happen to this life of `process` after `delay_ns`; None: to nobody who could die."""
@@ -88,12 +91,12 @@ class World:
 
     def push(self, at_ns: int, process: Process | None, call: Callable[..., None], args: tuple[Any, ...]) -> None:
         """The same at an absolute time."""
-        self._num_pushed += 1
-        heappush(self._heap, (at_ns, self._num_pushed, process, 0 if process is None else process.life, call, args))
+        self.num_pushed += 1
+        heappush(self.heap, (at_ns, self.num_pushed, process, 0 if process is None else process.life, call, args))
 
     def draw(self, delay: Delay) -> int:
         """One delay; the cube makes long ones rare."""
-        share = self.rng.random()
+        share = self.random()
         return delay[0] + int(share * share * share * (delay[1] - delay[0]))
 
     def delay_of_channel(self, delay: Delay) -> Delay:
@@ -112,7 +115,7 @@ class World:
         Raises:
             InvariantError: it goes on after `until_ns` or for too many events.
         """
-        heap = self._heap
+        heap, num_events = self.heap, 0
         while heap:
             at_ns, _, process, life, call, args = heappop(heap)
             if process is not None:
@@ -122,9 +125,9 @@ class World:
                     process.hold(call, args)
                     continue
             self.now_ns = at_ns
-            self.num_events += 1
+            self.num_events = num_events = num_events + 1
             call(*args)
-            if at_ns > until_ns or self.num_events > MAX_EVENTS:
+            if at_ns > until_ns or num_events > MAX_EVENTS:
                 raise InvariantError(
                     "liveness", f"still at work at {at_ns / 1e6:.3f} ms after {self.num_events} events"
                 )
@@ -144,11 +147,12 @@ class World:
 class Channel:
     """One direction of a stream to one life of a process."""
 
-    __slots__ = ("_arrive", "_delay", "_is_cut", "_last_ns", "_life", "_target", "_world", "is_open")
+    __slots__ = ("_arrive", "_first_ns", "_is_cut", "_last_ns", "_life", "_span_ns", "_target", "_world", "is_open")
 
-    def __init__(self, world: World, target: Process, arrive: Callable[..., None], delay: Delay) -> None:
+    def __init__(self, world: World, target: Process, arrive: Call, delay: Delay) -> None:
         self._world, self._target, self._arrive = world, target, arrive
-        self._delay = world.delay_of_channel(delay)
+        self._first_ns, longest_ns = world.delay_of_channel(delay)
+        self._span_ns = longest_ns - self._first_ns
         self._life = target.life
         self._last_ns = 0
         self._is_cut = False
@@ -159,7 +163,7 @@ class Channel:
         if self.is_open:
             self._post(self._deliver, message)
 
-    def end(self, on_end: Callable[..., None], *args: Any) -> None:
+    def end(self, on_end: Call, *args: Any) -> None:
         """The sender is gone: `on_end` happens to the receiver, after what was sent, or instead of it.
 
         What a killed process had not yet given to the kernel is lost with it.
@@ -173,13 +177,19 @@ class Channel:
         """Both directions are gone at once: what is on the way is lost."""
         self.is_open, self._is_cut = False, True
 
-    def _post(self, call: Callable[..., None], args: tuple[Any, ...]) -> None:
-        if self._target.life != self._life:
+    def _post(self, call: Call, args: tuple[Any, ...]) -> None:
+        # `World.draw` and `World.push` in one, as no other line of a schedule runs as often.
+        target, life = self._target, self._life
+        if target.life != life:
             return
         world = self._world
-        at_ns = max(world.now_ns + world.draw(self._delay), self._last_ns)
+        share = world.random()
+        at_ns = world.now_ns + self._first_ns + int(share * share * share * self._span_ns)
+        if at_ns < self._last_ns:
+            at_ns = self._last_ns
         self._last_ns = at_ns
-        world.push(at_ns, self._target, call, args)
+        world.num_pushed += 1
+        heappush(world.heap, (at_ns, world.num_pushed, target, life, call, args))
 
     def _deliver(self, *message: Any) -> None:
         if not self._is_cut:
