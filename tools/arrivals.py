@@ -17,6 +17,8 @@ MAX_ARRIVALS = 100_000
 PREFILL_TOKENS_PER_S = 300.0
 DECODE_TOKENS_PER_S = 80.0
 """What a small CPU machine works off, for the choice of a time scale: only the order of magnitude matters."""
+LAST_AT = 0.95
+"""Where in its span a scaled trace's last arrival comes: it must still be sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ def fit(
             break
         num_taken += 1
     taken = shortened[: max(num_taken, 1)]
-    time_scale = seconds / max(taken[-1].at_s, 1e-3)
+    time_scale = LAST_AT * seconds / max(taken[-1].at_s, 1e-3)
     return Scaled(
         tuple(_scaled(arrival, 1.0, time_scale, max_output_tokens) for arrival in taken), length_scale, time_scale
     )

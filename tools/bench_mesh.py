@@ -89,7 +89,7 @@ class MeshBench:
             assert streamed.ttft_ns is not None, "a whole answer has a first token"
             return num_tokens * 1e9 / streamed.ttft_ns
 
-        return await self._samples(layout, sample)
+        return await self.samples(layout, sample)
 
     async def decode(self, layout: LayoutKind, num_streams: int) -> Samples:
         """Tokens per second of all streams together, while all of them decode; first tokens left out."""
@@ -101,14 +101,18 @@ class MeshBench:
             num_tokens = sum(begin_ns < at_ns <= end_ns for streamed in answers for at_ns in streamed.arrived_ns)
             return num_tokens * 1e9 / (end_ns - begin_ns)
 
-        return await self._samples(layout, sample)
+        return await self.samples(layout, sample)
 
     async def _together(self, num_streams: int, num_tokens: int) -> list[Streamed]:
         answers = [self._load.ask("decode", DECODE_PROMPT_TOKENS, num_tokens) for _ in range(num_streams)]
         return [_whole(streamed) for streamed in await asyncio.gather(*answers)]
 
-    async def _samples(self, layout: LayoutKind, sample: Callable[[], Awaitable[float]]) -> Samples:
-        """`repeat` samples under one layout, after one that is thrown away."""
+    async def samples(self, layout: LayoutKind, sample: Callable[[], Awaitable[float]]) -> Samples:
+        """`repeat` samples under one layout, after one that is thrown away.
+
+        Raises:
+            SampleRefusedError: the layout changed under too many of them.
+        """
         values: list[float] = []
         num_refused = 0
         while len(values) < self._repeat + 1:

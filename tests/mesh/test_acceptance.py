@@ -2,15 +2,16 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from services.core.ids import LayoutKind
 from services.mesh.settings import load_settings
-from tests.mesh.meshes import Mesh, started
+from tests.mesh.meshes import Mesh
 from tests.mesh.running import python, running
-from tools.bench_mesh import MeshBench
+from tools.bench_mesh import MeshBench, SampleRefusedError
 from tools.mesh_client import MeshClient
 from tools.steering import bring_to
 
@@ -37,17 +38,19 @@ def test_the_promise_is_kept(tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists(), "a mesh of its own has a state directory of its own"
 
 
-def test_a_mesh_that_does_not_flip_is_not_accepted(tmp_path: Path) -> None:
-    """Load too light to call for a flip: every request is well, and the promise is still not shown."""
-    with started(tmp_path / "light", policy={"mode": "manual", "prefill_threshold_tokens": 1_000_000}) as mesh:
-        done = mesh.command(
-            "acceptance", "--running", "--minutes", "0.1", "--control", "1", "--decoders", "2", timeout_s=RUN_S
-        )
-        assert done.returncode == 1, done.stderr
-        assert re.search(r"^FAIL flips: 0 TP to PP", done.stdout, re.MULTILINE)
-        assert re.search(r"^ok   requests: \d+ requests, 0 failed", done.stdout, re.MULTILINE)
-        assert done.stdout.rstrip().endswith("not accepted")
-        assert mesh.command("policy", "manual").stdout.startswith("manual -> "), "the mode before is set again"
+def test_a_run_without_a_flip_is_not_accepted(mesh: Mesh, tmp_path: Path) -> None:
+    """A trace too light to call for a flip: every request is well, and the promise is still not shown."""
+    trace = tmp_path / "light.csv"
+    rows = [f"2023-11-16 18:17:{second:02d}.0000000,40,12" for second in range(8)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    words = ["--running", "--minutes", "0.1", "--control", "1", "--trace", str(trace)]
+    done = mesh.command("acceptance", *words, timeout_s=RUN_S)
+    assert done.returncode == 1, done.stderr
+    assert "light.csv: 8 arrivals, lengths x 1, times x" in done.stdout
+    assert re.search(r"^FAIL flips: 0 TP to PP", done.stdout, re.MULTILINE)
+    assert re.search(r"^ok   requests: 8 requests, 0 failed", done.stdout, re.MULTILINE)
+    assert done.stdout.rstrip().endswith("not accepted")
+    assert mesh.command("policy", "manual").stdout.startswith("manual -> "), "the mode before is set again"
 
 
 async def test_figures_of_one_layout(mesh: Mesh) -> None:
@@ -61,5 +64,13 @@ async def test_figures_of_one_layout(mesh: Mesh) -> None:
         flips = await bench.flips(1)
         assert {way: len(pauses) for way, pauses in flips.pauses_ms.items()} == {"TP to PP": 1, "PP to TP": 1}
         assert flips.num_abandoned == 0
+        with pytest.raises(SampleRefusedError, match="something else flips"):
+            await bench.samples(LayoutKind.PP, partial(_flip_away, client))
     finally:
         await client.close()
+
+
+async def _flip_away(client: MeshClient) -> float:
+    """A sample in the middle of which somebody flips."""
+    await bring_to(client, LayoutKind.TP)
+    return 1.0
