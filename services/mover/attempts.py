@@ -75,6 +75,11 @@ class Attempt:
         self._journal.append(Armed(self.key))
         return FlipCoordinator(self.key[1], self._group.num_ranks, self._group.deadlines, now_ns)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its outcome is journalled."""
+        return self._coordinator.outcome is not None
+
     async def hear(self, event: CoordinatorEvent) -> None:
         """An event from a rank; handled in order of arrival."""
         await self._events.put(event)

@@ -82,16 +82,18 @@ class Mover(MoverServiceServicer):
                 self._count(record)
             yield pb.RunFlipResponse(flip_id=key[1], state=record.state, reason=record.reason)
             return
-        self._attempt = Attempt(request, record, self._group, self._journal)
+        attempt = self._attempt = Attempt(request, record, self._group, self._journal)
         self._log.info("flip-armed", flip=key[1], target=layout_name(request.target), entry=request.entry_sequence)
         for event in self._early.take(key):
-            await self._attempt.hear(event)
+            await attempt.hear(event)
         try:
-            async for response in self._attempt.run():
+            async for response in attempt.run():
+                if attempt.has_ended:
+                    # Before it is said: the scheduler may ask for the next flip at once.
+                    self._close(attempt, record)
                 yield response
         finally:
-            self._attempt = None
-            self._count(record)
+            self._close(attempt, record)
 
     async def ReportCarry(  # noqa: N802 (the proto's name)
         self,
@@ -136,6 +138,12 @@ class Mover(MoverServiceServicer):
         self._early.forget(rank)
         if self._attempt is not None:
             await self._attempt.hear(RankLost(rank, reason))
+
+    def _close(self, attempt: Attempt, record: pb.FlipRecord) -> None:
+        """The attempt is over or its scheduler has left; once."""
+        if self._attempt is attempt:
+            self._attempt = None
+            self._count(record)
 
     def _count(self, record: pb.FlipRecord) -> None:
         """Once for each attempt, however it ended; an attempt whose scheduler left is counted when it is decided."""

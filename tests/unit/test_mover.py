@@ -324,6 +324,23 @@ async def test_two_attempts_are_not_open_at_once(make_stand: MakeStand) -> None:
             await stand.ask(OTHER).until(pb.FLIP_STATE_ARMED)
 
 
+async def test_the_next_flip_may_be_asked_for_at_once(make_stand: MakeStand) -> None:
+    """An outcome that is heard is the end of its attempt: nobody is told to ask again."""
+    stand = await make_stand(deadlines())
+    async with stand.mover() as mover:
+        for number in range(1, 31):
+            key: FlipKey = (Generation(9), FlipId(number))
+            asked = stand.ask(key)
+            for rank in stand.ranks:
+                rank.park(key)
+            for rank in stand.ranks:
+                await rank.work()
+            await asked.until(pb.FLIP_STATE_COMMITTED)
+            assert status_of(mover).num_committed_total == number
+            for rank in stand.ranks:
+                rank.switch(key[1])
+
+
 async def test_an_attempt_that_waits_says_so(make_stand: MakeStand, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts_module, "BEAT_S", 0.02)
     stand = await make_stand(deadlines())
