@@ -8,6 +8,7 @@ import hmac
 import secrets
 from collections.abc import Awaitable, Callable, Collection
 from functools import partial
+from itertools import islice
 from typing import TypeVar
 
 import anyio
@@ -22,7 +23,7 @@ from starlette.routing import Route
 from services.mesh.log import Log
 from services.router.asked import Asked, RequestBounds
 from services.router.health import Health
-from services.router.http_body import MAX_VALUES, parse_body, read_body
+from services.router.http_body import parse_body, read_body
 from services.router.http_stream import Answer, refusal_response
 from services.router.inference import Inference
 from services.router.metrics_page import MetricsPage
@@ -36,6 +37,8 @@ MAX_IGNORED_FIELDS = 256
 """Names of unknown fields that are remembered, and so told once."""
 TOKENIZE_WINDOWS = 4
 """How many windows long a text may be for /tokenize: it is not to be generated from."""
+VALUES_PER_TOKEN = 2
+"""How many commas, brackets or colons a token of a prompt may have: one as an id, seldom two in a text."""
 PARSE_THREADS = 1
 """Threads for large bodies: parsing holds the interpreter, so more would only add memory."""
 _KINDS = {401: Kind.UNAUTHORIZED, 404: Kind.NOT_FOUND, 413: Kind.TOO_LARGE, 415: Kind.UNSUPPORTED_MEDIA}
@@ -97,14 +100,12 @@ class HttpFront:
         return Answer(self._inference, asked, headers, self._propagator.extract(request.headers))
 
     async def _parse(self, body: bytes, parse: Callable[[object], Parsed]) -> Parsed:
-        max_values = max(MAX_VALUES, 2 * self._bounds.max_context_tokens)
-        return await parse_body(body, parse, self._threads, max_values)
+        return await parse_body(body, parse, self._threads, VALUES_PER_TOKEN * self._bounds.max_context_tokens)
 
     def _tell_ignored(self, names: Collection[str]) -> None:
         """Each unknown field once, by name: a client's spelling mistake should not stay unseen."""
-        for name in sorted(set(names) - self._ignored_fields):
-            if len(self._ignored_fields) >= MAX_IGNORED_FIELDS:
-                return
+        unheard = (name for name in names if name not in self._ignored_fields)
+        for name in sorted(islice(unheard, MAX_IGNORED_FIELDS - len(self._ignored_fields))):
             self._ignored_fields.add(name)
             self._log.warning("unknown-field-ignored", field=name[:MAX_REQUEST_ID_CHARS])
 

@@ -1,7 +1,8 @@
 """The body of an HTTP request: read within a bound, parsed within a bound, so that no body can hold up the loop.
 
 The parser holds the interpreter for the whole of a document, on whatever thread, so what is bounded is its work: bytes,
-values (counted by their commas) and lists and objects (by their brackets). Never echoes what was sent.
+values (counted by their commas), lists and objects (by their brackets), members (by their colons). Text may have all of
+these too, so each bound grows with the window. Never echoes what was sent.
 """
 
 import gc
@@ -20,8 +21,10 @@ Parsed = TypeVar("Parsed")
 
 MAX_VALUES = 500_000
 """Commas of one document: about 0.15 s of parsing at worst on a slow core; a window of ids may have more."""
-MAX_CONTAINERS = 1_000_000
-"""Lists and objects of one document: as much work as `MAX_VALUES` numbers, while the collector is away."""
+MAX_CONTAINERS = 500_000
+"""Lists and objects of one document: about as much work, while the collector is away."""
+MAX_MEMBERS = 100_000
+"""Members of the objects of one document: about as much work again, since names are hashed and kept."""
 INLINE_BYTES = 65_536
 """A body up to here is parsed and checked on the loop: a millisecond at worst."""
 MAX_DISCARDED_BYTES = 134_217_728
@@ -55,19 +58,21 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 async def parse_body(
-    body: bytes, parse: Callable[[object], Parsed], limiter: anyio.CapacityLimiter, max_values: int = MAX_VALUES
+    body: bytes, parse: Callable[[object], Parsed], limiter: anyio.CapacityLimiter, window_room: int = 0
 ) -> Parsed:
     """The document, through `parse`; a large one on a thread, as far as that helps.
+
+    `window_room` is how many values a prompt that fits the window may have: no bound is below it.
 
     Raises:
         RefusalError: it is not JSON, too deep or has too many values, or `parse` refused it.
     """
     if len(body) <= INLINE_BYTES:
-        return parse(decode(body, max_values))
-    return await anyio.to_thread.run_sync(partial(_decode_and_parse, body, parse, max_values), limiter=limiter)
+        return parse(decode(body, window_room))
+    return await anyio.to_thread.run_sync(partial(_decode_and_parse, body, parse, window_room), limiter=limiter)
 
 
-def decode(body: bytes, max_values: int = MAX_VALUES) -> object:
+def decode(body: bytes, window_room: int = 0) -> object:
     """The JSON value of a body.
 
     Raises:
@@ -75,12 +80,7 @@ def decode(body: bytes, max_values: int = MAX_VALUES) -> object:
     """
     if not body.strip():
         raise _not_json("the body is empty: a JSON object is expected")
-    if body.count(b",") > max_values:
-        raise _too_large(f"more than {max_values} values")
-    # Text may have brackets too: as with commas, a wide window has room for more of them.
-    max_containers = max(MAX_CONTAINERS, max_values)
-    if body.count(b"[") + body.count(b"{") > max_containers:
-        raise _too_large(f"more than {max_containers} lists and objects")
+    _check_work(body, window_room)
     try:
         return json.loads(body, parse_constant=_refuse_constant)
     except RecursionError:
@@ -96,11 +96,22 @@ def decode(body: bytes, max_values: int = MAX_VALUES) -> object:
         raise _not_json("the body has a number that is too long") from None
 
 
-def _decode_and_parse(body: bytes, parse: Callable[[object], Parsed], max_values: int) -> Parsed:
+def _check_work(body: bytes, window_room: int) -> None:
+    for marks, bound, what in (
+        ((b",",), MAX_VALUES, "values"),
+        ((b"[", b"{"), MAX_CONTAINERS, "lists and objects"),
+        ((b":",), MAX_MEMBERS, "members of objects"),
+    ):
+        most = max(bound, window_room)
+        if sum(map(body.count, marks)) > most:
+            raise RefusalError(Kind.TOO_LARGE, f"the body has more than {most} {what}", code="body_too_large")
+
+
+def _decode_and_parse(body: bytes, parse: Callable[[object], Parsed], window_room: int) -> Parsed:
     # The collector would go through all that was parsed so far again and again, and find nothing.
     gc.disable()
     try:
-        document = decode(body, max_values)
+        document = decode(body, window_room)
     finally:
         gc.enable()
     return parse(document)
@@ -119,10 +130,6 @@ def _check_type(content_type: str | None) -> None:
 
 def _refuse_constant(name: str) -> object:
     raise _not_json(f"the body is not valid JSON: {name} is no number of JSON")
-
-
-def _too_large(what: str) -> RefusalError:
-    return RefusalError(Kind.TOO_LARGE, f"the body has {what}", code="body_too_large")
 
 
 def _not_json(message: str) -> RefusalError:

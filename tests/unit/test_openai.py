@@ -262,12 +262,20 @@ async def test_large_bodies_are_checked_beside_the_loop(num_bytes: int, is_besid
     assert (found != threading.get_ident()) is is_beside
 
 
-@pytest.mark.parametrize("body", [b"[" + b",".join([b"[[]]"] * 500_001) + b"]", b"[" + b"0," * 500_001 + b"0]"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" + b"0," * 500_001 + b"0]",
+        b"[" + b",".join([b"[[]]"] * 250_001) + b"]",
+        b"[" + b",".join([b'{"a":0}'] * 100_001) + b"]",
+    ],
+)
 def test_more_to_parse_than_the_loop_can_wait_for(body: bytes) -> None:
     """P5.15"""
     with pytest.raises(RefusalError) as refused:
         decode(body)
     assert (refused.value.kind, refused.value.code) == (Kind.TOO_LARGE, "body_too_large")
+    assert decode(body, window_room=10**6), "a text or ids that the window holds may have as many"
 
 
 @pytest.mark.parametrize("ending", [b"]", b"}"])
