@@ -74,6 +74,8 @@ class Exchange:
 
     staging_pages: int
     """Bound of each rank's staging."""
+    least_staging_pages: int
+    """With which there would be a plan as well: 1 if some pages wait for each other in a circle, or 0."""
     rounds: tuple[Round, ...]
     undo: tuple[Round, ...]
     """What is to be moved back of each round: a page comes back from one rank, and only if it was overwritten."""
@@ -89,10 +91,13 @@ class Exchange:
         return tuple(phase for step in self.rounds for phase in (step.transfers, step.writes))
 
     def restoring_phases(self, num_done: int) -> tuple[Phase, ...]:
-        """What brings the layout before back after `num_done` whole phases; an interrupted one is not done."""
+        """What brings the layout before back after `num_done` whole phases; one that was interrupted is not done.
+
+        A part of the first phase already overwrites copies that no rank takes, so these are refilled in any case.
+        """
         done = [phase for step in self.undo for phase in (step.transfers, step.writes)][:num_done]
         back = tuple(tuple(move.reversed() for move in phase) for phase in reversed(done))
-        return (*back, self.refill) if done else ()
+        return (*back, self.refill)
 
 
 def exchange_plans(arenas: Arenas, staging_pages: int) -> tuple[Exchange, Exchange]:
@@ -120,10 +125,12 @@ def _exchange(
             pages = before[run.source][run.source_shard]
             place = after[run.destination][run.destination_shard]
             graph.add(run.source, pages.begin, run.destination, place.begin, len(pages))
-    rounds, undo = _Scheduler(graph, staging_pages).rounds()
+    scheduler = _Scheduler(graph, staging_pages)
+    rounds, undo = scheduler.rounds()
     refill = tuple(_refill(before, after, plan))
     digest = stable_hash([rounds, undo, refill])
-    return Exchange(staging_pages, rounds, undo, refill, graph.link_pages(), digest)
+    least = scheduler.least_staging_pages
+    return Exchange(staging_pages, least, rounds, undo, refill, graph.link_pages(), digest)
 
 
 def _refill(before: Sequence[PageMap], after: Sequence[PageMap], plan: TransferPlan) -> Iterator[PageMove]:
@@ -227,10 +234,11 @@ class _Scheduler:
             demand = tuple(sorted(Counter(graph.receiver(move) for move in cycle).items()))
             fits = max(count for _, count in demand) <= staging_pages
             (self._fitting[demand] if fits else self._long).append(cycle)
-        if staging_pages < 1 and self._long:
+        self.least_staging_pages = 1 if self._fitting or self._long else 0
+        if staging_pages < self.least_staging_pages:
             raise ExchangeError(
-                f"staging of {staging_pages} pages a rank, at least 1 is needed: {len(self._long)} cycles of pages "
-                "wait for themselves; raise the staging"
+                f"staging of {staging_pages} pages a rank, at least {self.least_staging_pages} is needed: pages of "
+                f"{len(self._long)} circles wait for each other; raise the staging"
             )
         self._slots = [list(range(staging_pages)) for _ in range(graph.num_ranks)]
         """Free staging of each rank, as heaps: the lowest is taken first."""

@@ -43,6 +43,9 @@ class BlockShare:
 
     def runs(self, live: Iterable[tuple[BlockId, int]]) -> Iterator[tuple[BlockId, int]]:
         """The own blocks among `live`, in runs."""
+        if len(self.part) == self.period:
+            yield from live
+            return
         for begin, length in live:
             end = begin + length
             for first in range(begin // self.period * self.period, end, self.period):
@@ -102,7 +105,7 @@ class Leg:
     @property
     def num_blocks(self) -> int:
         """Blocks, or state slots, in all runs."""
-        return sum(length for _, length in self.runs)
+        return _num_blocks(self.runs)
 
     def num_bytes(self, head_block_bytes: int) -> int:
         """`head_block_bytes`: of one block of one head in one layer, keys and values."""
@@ -115,7 +118,7 @@ class RowPlan:
 
     legs: tuple[Leg, ...]
     hash: int
-    """64 bits over the whole plan."""
+    """64 bits over the legs and what their runs follow from; equal on all ranks or not the same plan."""
 
     def of(self, rank: Rank) -> tuple[Leg, ...]:
         """The part that a rank sends, receives or copies."""
@@ -128,25 +131,43 @@ def row_plan(source: Sequence[Holding], destination: Sequence[Holding], live: Bl
     Raises:
         LayoutError: the source lacks a part that the destination needs.
     """
-    choice = SourceChoice()
+    choice, live_runs = SourceChoice(), _LiveRuns(live)
     legs = tuple(
-        leg for rank, wanted in enumerate(destination) for leg in _legs_into(Rank(rank), wanted, source, live, choice)
+        leg
+        for rank, wanted in enumerate(destination)
+        for leg in _legs_into(Rank(rank), wanted, source, live_runs, choice)
     )
-    return RowPlan(legs, stable_hash(legs))
+    parts = ((leg.source, leg.destination, leg.layers, leg.heads) for leg in legs)
+    return RowPlan(legs, stable_hash([live, tuple(source), tuple(destination), *parts]))
+
+
+class _LiveRuns:
+    """The live blocks that two shares have in common, worked out once for each pair: many legs have the same runs."""
+
+    __slots__ = ("_common", "_live")
+
+    def __init__(self, live: BlockRuns) -> None:
+        self._live = live
+        self._common: dict[tuple[BlockShare, BlockShare], BlockRuns] = {}
+
+    def common(self, first: BlockShare, second: BlockShare) -> BlockRuns:
+        """Live blocks of both."""
+        if (first, second) not in self._common:
+            self._common[first, second] = tuple(second.runs(first.runs(self._live)))
+        return self._common[first, second]
 
 
 def _legs_into(
-    destination: Rank, wanted: Holding, source: Sequence[Holding], live: BlockRuns, choice: SourceChoice
+    destination: Rank, wanted: Holding, source: Sequence[Holding], live: _LiveRuns, choice: SourceChoice
 ) -> Iterator[Leg]:
-    own_live = tuple(wanted.blocks.runs(live))
-    num_wanted = sum(length for _, length in own_live)
+    num_wanted = _num_blocks(live.common(wanted.blocks, ALL_BLOCKS))
     for layers, heads in product(
         cut_at(wanted.layers, (held.layers for held in source)), cut_at(wanted.heads, (held.heads for held in source))
     ):
         num_found = 0
         for blocks, holders in _holders(source, layers, heads).items():
-            runs = tuple(blocks.runs(own_live))
-            num_blocks = sum(length for _, length in runs)
+            runs = live.common(wanted.blocks, blocks)
+            num_blocks = _num_blocks(runs)
             num_found += num_blocks
             if runs:
                 chosen = choice.choose(holders, destination, num_blocks * len(layers) * len(heads))
@@ -157,6 +178,10 @@ def _legs_into(
                 f"[{heads.begin}, {heads.end}); the ranks of the layout before hold {num_found}: compute both layouts "
                 "from the same model"
             )
+
+
+def _num_blocks(runs: BlockRuns) -> int:
+    return sum(length for _, length in runs)
 
 
 def _holders(source: Sequence[Holding], layers: Span, heads: Span) -> dict[BlockShare, list[Rank]]:

@@ -20,7 +20,7 @@ from services.core.ids import LayoutKind, Rank
 MAX_TOKEN_PERIOD = 256
 """Blocks after which the ownership of KV rows by a token vector repeats: longer, and short contexts lie on one rank."""
 TOKEN_STEPS = 64
-"""Sum of a proposed token vector, before it is reduced."""
+"""Largest sum of a proposed token vector, unless there are more ranks."""
 
 
 class LayoutError(ValueError):
@@ -275,6 +275,8 @@ class _Dealt:
 
     load: Fraction
     """The most query heads per weight of any rank."""
+    unevenness: Fraction
+    """Sum of squared heads per weight: the least where all ranks take part."""
     num_copies: int
     """KV heads held, each counted on every rank that holds it."""
     heads: tuple[tuple[Span, Span], ...] = ()
@@ -282,19 +284,29 @@ class _Dealt:
 
     def followed_by(self, weights: Sequence[int], heads: Sequence[tuple[Span, Span]]) -> "_Dealt":
         """The same, and these to the next ranks."""
-        load = max(Fraction(len(query), weight) for weight, (_, query) in zip(weights, heads, strict=True))
-        copies = sum(len(kv) for kv, _ in heads)
-        return _Dealt(max(self.load, load), self.num_copies + copies, (*self.heads, *heads))
+        counts = [(len(query), weight) for weight, (_, query) in zip(weights, heads, strict=True)]
+        return _Dealt(
+            load=max(self.load, *(Fraction(count, weight) for count, weight in counts)),
+            unevenness=self.unevenness + sum(Fraction(count * count, weight) for count, weight in counts),
+            num_copies=self.num_copies + sum(len(kv) for kv, _ in heads),
+            heads=(*self.heads, *heads),
+        )
+
+    @property
+    def cost(self) -> tuple[Fraction, Fraction, int]:
+        """The lower the better."""
+        return self.load, self.unevenness, self.num_copies
 
 
 def _replicated_heads(units: ShardUnits, weights: Sequence[int]) -> tuple[tuple[Span, Span], ...]:
     """KV heads and query heads per rank: a rank owns whole groups alone, or shares one group's query heads with others.
 
-    So every rank has the same number of query heads to each of its KV heads. The least loaded way, and among those the
-    one with the fewest copies: dealt from left to right, keeping the best for every number of ranks and of heads.
+    So every rank has the same number of query heads to each of its KV heads. The least loaded way, among those the most
+    even one, and then the one with the fewest copies: dealt from left to right, keeping the best for every number of
+    ranks and of heads.
     """
     num_ranks, num_kv_heads = len(weights), units.num_kv_heads
-    best: dict[tuple[int, int], _Dealt] = {(0, 0): _Dealt(Fraction(0), 0)}
+    best: dict[tuple[int, int], _Dealt] = {(0, 0): _Dealt(Fraction(0), Fraction(0), 0)}
     for rank in range(num_ranks):
         for kv_head in range(num_kv_heads + 1):
             dealt = best.get((rank, kv_head))
@@ -302,7 +314,7 @@ def _replicated_heads(units: ShardUnits, weights: Sequence[int]) -> tuple[tuple[
                 assert dealt is not None
                 after = dealt.followed_by(weights[rank : rank + len(heads)], heads)
                 place = (rank + len(heads), max((kv_head, *(kv.end for kv, _ in heads))))
-                if place not in best or (after.load, after.num_copies) < (best[place].load, best[place].num_copies):
+                if place not in best or after.cost < best[place].cost:
                     best[place] = after
     return best[num_ranks, num_kv_heads].heads
 
@@ -326,10 +338,9 @@ def _reduced_tokens(kv_tokens: Sequence[int], num_ranks: int) -> tuple[int, ...]
     vector = checked_vector("kv_tokens", kv_tokens, num_ranks)
     reduced = tuple(share // math.gcd(*vector) for share in vector)
     if sum(reduced) > MAX_TOKEN_PERIOD:
-        nearest = [max(share, 1) for share in largest_remainder(TOKEN_STEPS, reduced)]
         raise LayoutError(
             f"kv_tokens {list(vector)} repeats after {sum(reduced)} blocks, at most {MAX_TOKEN_PERIOD} are allowed: "
-            f"write {nearest}"
+            f"write {list(_fairest_vector(reduced))}"
         )
     return reduced
 
@@ -349,5 +360,24 @@ def equalising_token_vector(free_bytes: Sequence[int], token_bytes: int) -> tupl
                 f"rank {rank} has {free_bytes[rank]} bytes left, one token takes {token_bytes}: give it less weight in "
                 "tp_weights, or more memory"
             )
-    steps = [max(share, 1) for share in largest_remainder(TOKEN_STEPS, tokens)]
-    return tuple(share // math.gcd(*steps) for share in steps)
+    return _fairest_vector(tokens)
+
+
+def token_capacity(tokens: Sequence[int], kv_tokens: Sequence[int]) -> tuple[int, Rank]:
+    """Tokens that the group holds under a token vector, and the rank that binds: the first to be full.
+
+    `tokens[rank]`: that the rank has room for.
+    """
+    capacities = [room * sum(kv_tokens) // share for room, share in zip(tokens, kv_tokens, strict=True)]
+    return min(capacities), Rank(capacities.index(min(capacities)))
+
+
+def _fairest_vector(weights: Sequence[int]) -> tuple[int, ...]:
+    """The shortest vector in these proportions that wastes at most a hundredth more than the best of the short ones."""
+    vectors = [
+        tuple(max(share, 1) for share in largest_remainder(total, weights))
+        for total in range(len(weights), max(TOKEN_STEPS, len(weights)) + 1)
+    ]
+    capacities = [token_capacity(weights, vector)[0] for vector in vectors]
+    good = next(index for index, capacity in enumerate(capacities) if 100 * capacity >= 99 * max(capacities))
+    return vectors[good]

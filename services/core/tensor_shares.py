@@ -75,7 +75,14 @@ class CanonicalTensor:
 
 
 def canonical_tensor(
-    name: str, rows: int, columns: int, *, block_columns: int = 1, block_bytes: int = 4, source: str | None = None
+    name: str,
+    rows: int,
+    columns: int,
+    *,
+    block_columns: int = 1,
+    block_bytes: int = 4,
+    source: str | None = None,
+    num_padded_rows: int = 0,
 ) -> CanonicalTensor:
     """A tensor by its canonical name, such as `layers.3.attn_q`; float32 by default, its own source by default.
 
@@ -85,8 +92,17 @@ def canonical_tensor(
     scope, _, part = name.rpartition(".")
     if part not in CANONICAL_CUTS:
         raise LayoutError(f"tensor {name!r}: {part!r} has no cut; these have: {', '.join(CANONICAL_CUTS)}")
-    layer = int(scope.removeprefix("layers.")) if scope else None
-    return CanonicalTensor(name, rows, columns, CANONICAL_CUTS[part], layer, block_columns, block_bytes, source or name)
+    return CanonicalTensor(
+        name=name,
+        rows=rows,
+        columns=columns,
+        cut=CANONICAL_CUTS[part],
+        layer=int(scope.removeprefix("layers.")) if scope else None,
+        block_columns=block_columns,
+        block_bytes=block_bytes,
+        source=source or name,
+        num_padded_rows=num_padded_rows,
+    )
 
 
 @dataclass(frozen=True, slots=True)
