@@ -325,7 +325,7 @@ def _next_deals(units: ShardUnits, weights: Sequence[int], kv_head: int) -> Iter
     for end in range(kv_head, units.num_kv_heads + 1):
         yield ((Span(kv_head, end), Span(kv_head, end).times(group)),)
     if kv_head < units.num_kv_heads:
-        for num_sharing in range(2, len(weights) + 1):
+        for num_sharing in range(2, min(len(weights), group) + 1):
             begins = kv_head * group
             shared = spans(largest_remainder(group, weights[:num_sharing]))
             yield tuple(
