@@ -102,6 +102,9 @@ class Attempt:
         deadline_ns = self._coordinator.deadline_ns
         assert deadline_ns is not None, "a clock runs until the attempt ends"
         left_s = max(0.0, (deadline_ns - time.monotonic_ns()) * 1e-9)
+        # What came before a pause of this process counts before the clock that ran out in it.
+        if not self._events.empty():
+            return self._events.get_nowait()
         with anyio.move_on_after(min(left_s, BEAT_S)):
             return await self._events.get()
         return DeadlineReached() if left_s <= BEAT_S else None

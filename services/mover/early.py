@@ -31,9 +31,13 @@ class EarlyEvents:
         self._events = deque(kept, maxlen=MAX_EARLY_EVENTS)
 
     def take(self, key: FlipKey) -> list[CoordinatorEvent]:
-        """What was said about `key`, in order; everything else is of attempts that are over, and forgotten."""
+        """What was said about `key`, in order; what is of attempts before it is over, and forgotten.
+
+        What is of later ones stays: the question taken now may be one whose scheduler has long gone on, heard late.
+        """
         events = [event for early_key, event in self._events if early_key == key]
-        self._events.clear()
+        later = [(early_key, event) for early_key, event in self._events if early_key > key]
+        self._events = deque(later, maxlen=MAX_EARLY_EVENTS)
         return events
 
 

@@ -66,6 +66,9 @@ class History:
         record.num_live_blocks = request.num_live_blocks
         if request.HasField("longest_token_gap_ns"):
             record.longest_token_gap_ns = request.longest_token_gap_ns
+        if request.written not in (record.state, pb.FLIP_STATE_UNSPECIFIED):
+            record.reason = f"{record.reason}; the scheduler had given this mover up, and the log says otherwise"
+            record.state = request.written
         if request.num_carried_requests == 0:
             self._carried_none.add(key)
             record.ClearField("pause_ns")

@@ -21,6 +21,7 @@ from services.core.blocks import PoolCensus
 from services.core.flip import FlipOutcome
 from services.core.ids import BlockId, FlipId, LayoutKind, Sequence
 from services.mesh.codec.common import layout_to_proto
+from services.mesh.codec.flip import outcome_to_proto
 from services.mesh.errors import MeshError
 from services.mesh.log import Log
 from services.mesh.rpc import Peers, unary
@@ -225,7 +226,7 @@ class Flips:
         self.log.info("flip-ended", flip=flip_id, outcome=outcome.value, reason=reason)
         self._take_census(flip_id)
         assert self._tasks is not None, "attempts are made while serve() runs"
-        self._tasks.start_soon(self._report, fence, flip_id, carry, gaps)
+        self._tasks.start_soon(self._report, fence, flip_id, outcome, carry, gaps)
         return FlipResult(outcome, flip_id, reason)
 
     async def _write(
@@ -273,7 +274,9 @@ class Flips:
             except MeshError as error:
                 return FlipOutcome.ABANDONED, f"no mover for {MOVER_ABSENT_S:g} s: {error}"
 
-    async def _report(self, fence: layout_pb2.Fence, flip_id: FlipId, carry: Carry, gaps: FlipGaps) -> None:
+    async def _report(
+        self, fence: layout_pb2.Fence, flip_id: FlipId, outcome: FlipOutcome, carry: Carry, gaps: FlipGaps
+    ) -> None:
         """Tells the mover what the flip did to requests; its loss costs a trace, nothing else."""
         gap_ns = await self.run.carried_on(gaps, REPORT_WITHIN_S)
         request = pb.ReportCarryRequest(
@@ -283,6 +286,7 @@ class Flips:
             num_partly_prefilled=carry.num_partly_prefilled,
             num_live_blocks=sum(length for _, length in carry.live_runs),
             longest_token_gap_ns=gap_ns,
+            written=outcome_to_proto(outcome),
         )
         try:
             await unary(

@@ -7,10 +7,10 @@ from flipmesh.common.v1 import layout_pb2
 from flipmesh.mover.v1 import mover_service_pb2 as pb
 from flipmesh.worker.v1 import worker_service_pb2 as worker_pb
 
-from services.core.flip import FlipOutcome
-from services.core.ids import FlipId, Generation
+from services.core.flip import FlipDeadlines, FlipOutcome, RankParked, RankPresent, RankVerified
+from services.core.ids import FlipId, Generation, Rank
 from services.mover import journal as journal_module
-from services.mover.attempts import decide_again
+from services.mover.attempts import Attempt, Group, decide_again
 from services.mover.history import KEEP_FLIPS, History, settle
 from services.mover.journal import Armed, Concluded, Entered, FlipKey, Journal, Record
 
@@ -153,3 +153,27 @@ def test_a_rank_that_does_not_exist_writes_nothing() -> None:
     history.note(KEY, worker_pb.JoinFlipResponse(rank=5, not_ready=worker_pb.NotReadyEvent(reason="x")))
     history.note(KEY, worker_pb.JoinFlipResponse(rank=0, not_ready=worker_pb.NotReadyEvent(reason="y")))
     assert [steps.not_ready for steps in record.ranks] == ["y"]
+
+
+def test_the_record_says_what_the_log_says() -> None:
+    history = History()
+    record = history.open(KEY, pb.RunFlipRequest(fence=FENCE, flip_id=7), 1, 0)
+    settle(record, FlipOutcome.COMMITTED, "all ranks verified")
+    history.report(KEY, pb.ReportCarryRequest(fence=FENCE, flip_id=7, written=pb.FLIP_STATE_ABANDONED))
+    assert record.state == pb.FLIP_STATE_ABANDONED
+    assert "given this mover up" in record.reason
+
+
+async def test_what_came_during_a_pause_counts_before_the_clock_that_ran_out_in_it(tmp_path: Path) -> None:
+    async def told(message: worker_pb.JoinFlipRequest) -> None:
+        assert message.flip_id == 7
+
+    history, journal = History(), Journal(tmp_path / "journal")
+    group = Group(1, FlipDeadlines(park_ns=0, presence_ns=10**12, data_plane_ns=10**12), told)
+    request = pb.RunFlipRequest(fence=FENCE, flip_id=7)
+    attempt = Attempt(request, history.open(KEY, request, 1, 0), group, journal)
+    for event in (RankParked(Rank(0)), RankPresent(Rank(0), 1, True, "", 0), RankVerified(Rank(0), 0, 0)):
+        await attempt.hear(event)
+    states = [response.state async for response in attempt.run()]
+    assert states[-1] == pb.FLIP_STATE_COMMITTED
+    journal.close()
