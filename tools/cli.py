@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from services.mesh.errors import ConfigurationError, MeshError
-from tools import acceptance, bench, control, fetch, flips, oracle, status
+from tools import acceptance, bench, budget, control, fetch, flips, oracle, status
 from tools.mesh_client import NotRunningError
 
 EX_UNAVAILABLE = 69
@@ -16,7 +16,7 @@ def main() -> int:
         prog="flipmesh", description="serve a model that changes its layout while it serves"
     )
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (status, fetch, control, flips, oracle, acceptance, bench):
+    for command in (status, budget, fetch, control, flips, oracle, acceptance, bench):
         command.register(subparsers)
     arguments = parser.parse_args()
     try:

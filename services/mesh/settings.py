@@ -46,14 +46,24 @@ class GroupSettings:
     threads_per_rank: int = ranged(1, 1, 256)
     pp_layers: tuple[int, ...] | None = ranged(None, 0, 100_000)
     tp_weights: tuple[float, ...] | None = ranged(None, 0.0, 1e9)
+    memory_bytes: Literal["auto"] | int | tuple[int, ...] = ranged("auto", 1_048_576, 2**50)
+    free_floor_bytes: int = ranged(268_435_456, 0, 2**50)
+
+    @property
+    def budgets(self) -> tuple[int, ...] | None:
+        """Bytes that each rank may take; None: nobody said."""
+        if isinstance(self.memory_bytes, tuple):
+            return self.memory_bytes
+        return None if isinstance(self.memory_bytes, str) else (self.memory_bytes,) * self.num_ranks
 
     def contradictions(self) -> Iterator[str]:
         """Yields what in this table cannot hold together."""
-        for name, shares in (("pp_layers", self.pp_layers), ("tp_weights", self.tp_weights)):
+        lists = {"pp_layers": self.pp_layers, "tp_weights": self.tp_weights, "memory_bytes": self.budgets}
+        for name, shares in lists.items():
             if shares is not None and len(shares) != self.num_ranks:
                 yield (
                     f"group.{name} has {len(shares)} entries and group.num_ranks is {self.num_ranks}: "
-                    f"give one entry for each rank, or leave {name} out for an even cut"
+                    f"give one entry for each rank, or leave {name} out"
                 )
         if self.tp_weights is not None and min(self.tp_weights, default=1.0) <= 0.0:
             yield (

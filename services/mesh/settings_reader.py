@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, EnumType
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from services.mesh.errors import ConfigurationError
 
@@ -87,18 +87,25 @@ def _value(value: object, field: dataclasses.Field[Any], wanted: Any, key: str, 
     if "low" in field.metadata:
         low, high = field.metadata["low"], field.metadata["high"]
         for number in converted if isinstance(converted, tuple) else (converted,):
-            if not low <= number <= high:
+            if not isinstance(number, str) and not low <= number <= high:
                 raise ConfigurationError(f"{source}: {key} = {value!r} is outside {low} to {high}")
     return converted
 
 
 _MISMATCH = object()
+_UNIONS = (UnionType, Union)
+"""`int | None`, and `Literal["auto"] | int`, whose origin is another one."""
+
+
+def _members(union: Any) -> list[Any]:
+    return [member for member in get_args(union) if member is not NoneType]
 
 
 def _convert(value: object, wanted: Any, source: Path) -> Any:
     """`value` as `wanted`, or `_MISMATCH`. An absent key is the only way to say None."""
-    if get_origin(wanted) is UnionType:
-        (wanted,) = (member for member in get_args(wanted) if member is not NoneType)
+    if get_origin(wanted) in _UNIONS:
+        attempts = (_convert(value, member, source) for member in _members(wanted))
+        return next((converted for converted in attempts if converted is not _MISMATCH), _MISMATCH)
     if isinstance(wanted, EnumType):
         return _by_value(value, wanted)
     if get_origin(wanted) is Literal:
@@ -132,8 +139,8 @@ def _resolve(path: Path, source: Path) -> Path:
 
 
 def _describe(wanted: Any) -> str:
-    if get_origin(wanted) is UnionType:
-        (wanted,) = (member for member in get_args(wanted) if member is not NoneType)
+    if get_origin(wanted) in _UNIONS:
+        return ", or ".join(_describe(member) for member in _members(wanted))
     if isinstance(wanted, EnumType):
         return _one_of([str(member.value) for member in list[Enum](wanted)])
     if get_origin(wanted) is Literal:

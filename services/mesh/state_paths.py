@@ -66,6 +66,11 @@ class StatePaths:
         """A rank's flight recorder; a new life of the rank puts a new file in its place."""
         return self.log / f"worker-{rank}.ring"
 
+    @property
+    def memory_ring(self) -> Path:
+        """Samples of free memory; the sentinel writes, of one boot of the machine."""
+        return self.log / "memory.ring"
+
     def start_record(self, service: str, rank: int | None = None) -> Path:
         """What the process was started with."""
         return self.log / f"{process_name(service, rank)}.start.json"

@@ -5,8 +5,12 @@ import anyio.to_thread
 from flipmesh.scheduler.v1 import scheduler_service_pb2
 from flipmesh.scheduler.v1.scheduler_service_pb2_grpc import add_SchedulerServiceServicer_to_server
 
+from services.core.layout import LayoutError
+from services.core.ledger import Ledger
 from services.formats.geometry import ModelGeometry
+from services.mesh.errors import ConfigurationError
 from services.mesh.limits import SHUTDOWN_GRACE_S
+from services.mesh.memory_plan import Model, asked_by, plan_memory, price_line
 from services.mesh.model_files import open_model
 from services.mesh.settings import Settings
 from services.mesh.shell import Shell
@@ -58,8 +62,17 @@ def make_loop(shell: Shell, size: GroupSize) -> GroupLoop:
 
 async def _size(shell: Shell) -> GroupSize:
     with shell.progress.working("reading the model's geometry", shell.settings.deadlines.boot_s):
-        geometry = await anyio.to_thread.run_sync(_geometry, shell.settings)
-    size = size_group(shell.settings, geometry, free_memory_bytes())
+        geometry, ledger = await anyio.to_thread.run_sync(_priced, shell.settings)
+    size = size_group(shell.settings, geometry, free_memory_bytes(), ledger)
+    num_blocks = size.limits.num_blocks
+    shell.log.info("priced", **price_line(ledger, shell.settings.group.budgets, free_memory_bytes(), num_blocks))
+    if size.limits.context_tokens < size.limits.max_context_tokens:
+        shell.log.warning(
+            "window-cut",
+            asked=size.limits.max_context_tokens,
+            effective=size.limits.context_tokens,
+            remedy="raise pool.num_blocks or pool.kv_bytes, or set model.context_tokens",
+        )
     shell.log.info(
         "sized",
         num_blocks=size.limits.num_blocks,
@@ -72,5 +85,10 @@ async def _size(shell: Shell) -> GroupSize:
     return size
 
 
-def _geometry(settings: Settings) -> ModelGeometry:
-    return open_model(settings.model.path or settings.model.name).geometry
+def _priced(settings: Settings) -> tuple[ModelGeometry, Ledger]:
+    files = open_model(settings.model.path or settings.model.name)
+    model = Model(files.geometry, files.tensors, sum(len(buffer) for buffer in files.buffers))
+    try:
+        return files.geometry, plan_memory(asked_by(settings), model)
+    except LayoutError as error:
+        raise ConfigurationError(f"[group] does not fit this model: {error}") from error

@@ -1,31 +1,26 @@
 """From the settings and the model's geometry to the batch's limits and the group's layouts: once, at start.
 
 Shares are the ranks' matter: here a layout only says how many stages and ranks there are. Refuses what could never
-serve, with both numbers.
+serve, with both numbers: a budget below what a rank needs, a pool that a layout cannot hold, a window above the pool.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from services.core.blocks import kv_block_bytes
 from services.core.ids import BLOCK_SLOTS, LayoutKind
 from services.core.layout import Layout, LayoutError, ShardUnits, pp_layout, tp_layout
+from services.core.ledger import Ledger, LedgerError, check_id_space
 from services.formats.geometry import ModelGeometry
 from services.mesh.errors import ConfigurationError
-from services.mesh.settings import PoolSettings, SchedulerSettings, Settings
+from services.mesh.host_memory import HostMemoryReader
+from services.mesh.settings import Settings
 from services.scheduler.limits import BatchLimits
 
 FLOAT_BYTES = 4
 POOL_SHARE = 0.25
 """Of the memory that is free at boot, where the pool's size is not configured: ranks' activations and other processes
 come later."""
-CGROUPS = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
-)
-"""(limit, use) of this process's control group, versions 2 and 1."""
-MEMORY_STATS = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +34,14 @@ class GroupSize:
     """Where the pool's size comes from, for the log."""
 
 
-def size_group(settings: Settings, geometry: ModelGeometry, free_bytes: int) -> GroupSize:
+def size_group(settings: Settings, geometry: ModelGeometry, free_bytes: int, ledger: Ledger | None = None) -> GroupSize:
     """Limits and layouts of this deployment; `free_bytes` is what a pool without a configured size takes its share of.
 
+    `ledger`: prices the ranks where the settings give them budgets; then the pool fills those instead.
+
     Raises:
-        ConfigurationError: the pool could not hold one short request, or a layout does not fit the model.
+        ConfigurationError: the pool could not hold one short request, a rank's budget is too small, a layout cannot
+            hold every block, or a layout does not fit the model.
     """
     block_bytes = kv_block_bytes(geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, FLOAT_BYTES)
     context = settings.model.context_tokens or geometry.max_context_tokens
@@ -52,7 +50,8 @@ def size_group(settings: Settings, geometry: ModelGeometry, free_bytes: int) -> 
             f"model.context_tokens = {context} is above the {geometry.max_context_tokens} tokens that the model was "
             "trained for: lower it, or leave it out"
         )
-    num_blocks, reason = _num_blocks(settings.pool, settings.scheduler, block_bytes, context, free_bytes)
+    num_blocks, reason = _num_blocks(settings, block_bytes, context, free_bytes, ledger)
+    _check_window(settings, num_blocks, reason)
     limits = BatchLimits(
         num_blocks=num_blocks,
         max_resident_requests=settings.scheduler.max_resident_requests,
@@ -76,35 +75,24 @@ def parity_tokens(geometry: ModelGeometry) -> int:
 
 
 def free_memory_bytes() -> int:
-    """Memory that this process's control group, or else the machine, has left."""
-    left = [_machine_left_bytes()]
-    for limit_path, use_path in CGROUPS:
-        try:
-            limit, use = limit_path.read_text("ascii").strip(), int(use_path.read_text("ascii"))
-        except (OSError, ValueError):
-            continue
-        if limit.isdecimal():
-            left.append(max(0, int(limit) - use))
-    return min(left)
-
-
-def _machine_left_bytes() -> int:
-    for line in MEMORY_STATS.read_text("ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ConfigurationError(f"{MEMORY_STATS} has no MemAvailable: set pool.num_blocks or pool.kv_bytes")
+    """Memory that this process's control groups, or else the machine, have left."""
+    return HostMemoryReader().read().left_bytes
 
 
 def _num_blocks(
-    pool: PoolSettings, scheduler: SchedulerSettings, block_bytes: int, context_tokens: int, free_bytes: int
+    settings: Settings, block_bytes: int, context_tokens: int, free_bytes: int, ledger: Ledger | None
 ) -> tuple[int, str]:
+    pool, budgets = settings.pool, settings.group.budgets
+    # More than every resident request at full length could never be used.
+    num_useful = settings.scheduler.max_resident_requests * -(-context_tokens // BLOCK_SLOTS)
     if pool.num_blocks is not None:
         num_blocks, reason = pool.num_blocks, "pool.num_blocks"
     elif pool.kv_bytes is not None:
         num_blocks, reason = pool.kv_bytes // block_bytes, "pool.kv_bytes"
+    elif ledger is not None and budgets is not None:
+        num_blocks, reason = _budgeted_blocks(ledger, budgets)
+        num_blocks = min(num_useful, num_blocks)
     else:
-        # More than every resident request at full length could never be used.
-        num_useful = scheduler.max_resident_requests * -(-context_tokens // BLOCK_SLOTS)
         num_blocks = min(num_useful, int(free_bytes * POOL_SHARE) // block_bytes)
         reason = f"{POOL_SHARE:.0%} of {free_bytes} free bytes"
     if pool.max_total_tokens is not None and num_blocks * BLOCK_SLOTS > pool.max_total_tokens:
@@ -114,7 +102,51 @@ def _num_blocks(
             f"the KV pool would have {num_blocks} blocks of {block_bytes} bytes ({reason}); at least 2 are needed: "
             "raise pool.kv_bytes, or free memory"
         )
+    if ledger is not None and budgets is not None:
+        _check_ids(ledger, budgets, num_blocks)
     return num_blocks, reason
+
+
+def _budgeted_blocks(ledger: Ledger, budgets: Sequence[int]) -> tuple[int, str]:
+    _check_budgets(ledger, budgets)
+    capacity = ledger.capacity(budgets)
+    return capacity.num_blocks, f"group.memory_bytes, {capacity.binding} binds"
+
+
+def _check_budgets(ledger: Ledger, budgets: Sequence[int]) -> None:
+    """Raises ConfigurationError where a rank could not even hold what comes before its pool."""
+    for account, budget in zip(ledger.ranks, budgets, strict=True):
+        if account.fixed_bytes > budget:
+            largest = max(account.terms, key=lambda term: term.num_bytes)
+            raise ConfigurationError(
+                f"rank {account.rank} needs {account.fixed_bytes} bytes before its KV pool (most of them for "
+                f"{largest.name}: {largest.num_bytes}) and group.memory_bytes gives it {budget}: raise it, lower "
+                "scheduler.max_batch_rows, or use more ranks; `flipmesh budget` lists every term"
+            )
+
+
+def _check_ids(ledger: Ledger, budgets: Sequence[int], num_blocks: int) -> None:
+    """Raises ConfigurationError unless each layout has room for every id that the allocator may issue."""
+    _check_budgets(ledger, budgets)
+    try:
+        check_id_space(num_blocks, ledger.layout_blocks(budgets, num_blocks))
+    except LedgerError as error:
+        most = ledger.capacity(budgets).num_blocks
+        raise ConfigurationError(f"group.memory_bytes has room for {most} blocks: {error}") from error
+
+
+def _check_window(settings: Settings, num_blocks: int, reason: str) -> None:
+    """A window that was asked for must fit a pool that was sized.
+
+    The model's own window, or a pool that follows free memory, is no demand: the window is cut, and the log says so.
+    """
+    context, pool = settings.model.context_tokens, settings.pool
+    is_sized = pool.num_blocks is not None or pool.kv_bytes is not None or settings.group.budgets is not None
+    if context is not None and is_sized and context > num_blocks * BLOCK_SLOTS:
+        raise ConfigurationError(
+            f"model.context_tokens = {context} is above the {num_blocks * BLOCK_SLOTS} tokens of the KV pool "
+            f"({reason}): lower context_tokens, or raise the pool"
+        )
 
 
 def _layouts(settings: Settings, geometry: ModelGeometry) -> dict[LayoutKind, Layout]:

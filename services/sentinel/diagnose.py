@@ -30,6 +30,8 @@ class VerdictKind(Enum):
     FREEZE = "freeze"
     LOST = "lost"
     STOPPED = "stopped"
+    CORRIDOR = "corridor"
+    """Free memory is below the floor."""
 
 
 @dataclass(frozen=True, slots=True)

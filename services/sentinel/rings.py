@@ -4,7 +4,7 @@ import mmap
 import os
 from pathlib import Path
 
-from services.core.ring import RING_BYTES, RingHeader, read_tail, unpack_header
+from services.core.ring import RING_BYTES, RingHeader, RingRecord, read_tail, unpack_header
 from services.sentinel.diagnose import ProcessState, RankView
 
 TAIL_RECORDS = 512
@@ -34,6 +34,14 @@ class RingReader:
         if not self._was_alive:
             return None
         return RankView(self.rank, state, tuple(read_tail(memoryview(self._buffer), max_records)))
+
+    def newest(self) -> RingRecord | None:
+        """The last record, while its writer's pid exists; cheaper than `view`, and enough to say where it was."""
+        self._remap()
+        if self._buffer is None or self._header is None or not Path(f"/proc/{self._header.pid}").exists():
+            return None
+        tail = read_tail(memoryview(self._buffer), 1)
+        return tail[0] if tail else None
 
     def _remap(self) -> None:
         try:

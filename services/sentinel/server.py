@@ -16,6 +16,7 @@ from flipmesh.sentinel.v1.sentinel_service_pb2_grpc import SentinelServiceServic
 
 from services.mesh.log import Log
 from services.mesh.metrics import Metrics
+from services.sentinel.corridor import Corridor
 from services.sentinel.diagnose import Verdict, VerdictKind, diagnose
 from services.sentinel.rings import RingReader
 
@@ -28,14 +29,18 @@ _KINDS = {
     VerdictKind.FREEZE: pb.VERDICT_KIND_FREEZE,
     VerdictKind.LOST: pb.VERDICT_KIND_LOST,
     VerdictKind.STOPPED: pb.VERDICT_KIND_STOPPED,
+    VerdictKind.CORRIDOR: pb.VERDICT_KIND_CORRIDOR,
 }
 
 
 class Sentinel(SentinelServiceServicer):
     """Watches the ranks of one host."""
 
-    def __init__(self, rings: Sequence[Path], stall_s: float, log: Log, metrics: Metrics) -> None:
-        """`rings[rank]` is where that rank's ring is, or will be."""
+    def __init__(
+        self, rings: Sequence[Path], stall_s: float, log: Log, metrics: Metrics, corridor: Corridor | None = None
+    ) -> None:
+        """`rings[rank]` is where that rank's ring is, or will be; `corridor`: has a verdict beside theirs."""
+        self._corridor = corridor
         self._readers = [RingReader(path, rank) for rank, path in enumerate(rings)]
         self._stall_ns = int(stall_s * 1e9)
         self._log = log
@@ -57,6 +62,8 @@ class Sentinel(SentinelServiceServicer):
         self._num_watched = len(views)
         # Before every rank has its ring the group is starting, and its supervisor speaks for it.
         found = diagnose(views, now_ns, self._stall_ns) if len(views) == len(self._readers) else []
+        if self._corridor is not None and (breach := self._corridor.tell()) is not None:
+            found = [*found, breach]
         known = {(verdict.kind, verdict.rank, verdict.sequence) for verdict in self._standing}
         for verdict in found:
             if (verdict.kind, verdict.rank, verdict.sequence) not in known:

@@ -17,12 +17,14 @@ from kernels import _native
 from kernels.shm_region import HEADER, MAGIC, RegionLayout, RegionShape, ShmRegion
 from services.core.ids import LayoutKind, Rank
 from services.core.layout import Layout
+from services.core.ledger import Ledger
 from services.formats.gguf import GgufMetadata
 from services.mesh.errors import ConfigurationError
 from services.mesh.model_files import ModelFiles, open_model
 from services.mesh.settings import Settings
 from services.worker.collectives import Carrier, ShmCarrier
 from services.worker.layouts import both_layouts, cut_within_blocks, shard_units
+from services.worker.ledger_report import priced
 from services.worker.ring import RingWriter
 from services.worker.runner import MAX_UNREAD_STEPS, Runner, RunnerLimits
 from services.worker.weights import WeightStore
@@ -50,6 +52,8 @@ class Rig:
     """From the first byte read to ready."""
     num_expanded: int
     """Tensors that this rank expanded; 0: none was missing."""
+    ledger: Ledger
+    """Estimated before anything was allocated."""
 
 
 def build_rig(settings: Settings, rank: Rank, fds: Mapping[str, int], ring: RingWriter) -> Rig:
@@ -70,6 +74,7 @@ def build_rig(settings: Settings, rank: Rank, fds: Mapping[str, int], ring: Ring
         raise ConfigurationError(f"rank {rank} is not in [0, {group.num_ranks}): group.num_ranks and --rank disagree")
     torch.set_num_threads(group.threads_per_rank)
     files = open_model(settings.model.path or settings.model.name)
+    ledger = priced(settings, files)
     units = shard_units(files.geometry, files.tensors)
     layouts = both_layouts(units, group.num_ranks, group.pp_layers, group.tp_weights)
     cut = cut_within_blocks(files.geometry, files.tensors, layouts.values())
@@ -78,7 +83,8 @@ def build_rig(settings: Settings, rank: Rank, fds: Mapping[str, int], ring: Ring
     carrier = open_carrier(settings, rank, fds["flags"], files.geometry.hidden_size)
     runner = Runner(rank, files.geometry, store, layouts, carrier, fds["pool"], runner_limits(settings, files), ring)
     settle()
-    return Rig(rank, files, store, layouts, carrier, runner, time.perf_counter_ns() - began_ns, num_expanded)
+    boot_ns = time.perf_counter_ns() - began_ns
+    return Rig(rank, files, store, layouts, carrier, runner, boot_ns, num_expanded, ledger)
 
 
 def open_carrier(settings: Settings, rank: Rank, flags_fd: int, hidden_size: int) -> Carrier:

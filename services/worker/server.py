@@ -26,6 +26,7 @@ from services.mesh.errors import ConfigurationError
 from services.mesh.progress import Phase
 from services.mesh.shell import Shell
 from services.worker.boot import Rig, build_rig
+from services.worker.ledger_report import memory_line
 from services.worker.ring import RingWriter
 from services.worker.step_stream import StepStream
 
@@ -156,6 +157,7 @@ async def _boot(shell: Shell, rank: Rank) -> Rig | None:
         expanded_bytes=rig.store.expanded_bytes,
         **{kind.value: rig.layouts[kind].shares[rank] for kind in rig.layouts},
     )
+    shell.log.info("memory", **memory_line(rig.ledger, rank))
     return rig
 
 

@@ -6,8 +6,12 @@ from pathlib import Path
 import pytest
 
 from services.core.ids import LayoutKind
+from services.core.ledger import Ledger
 from services.formats.geometry import Architecture, ModelGeometry, RopePairing
+from services.formats.ggml_types import GgmlType
+from services.formats.tensor_places import TensorPlace, expected_tensors
 from services.mesh.errors import ConfigurationError
+from services.mesh.memory_plan import Model, asked_by, plan_memory
 from services.mesh.settings import GroupSettings, ModelSettings, PoolSettings, SchedulerSettings, Settings
 from services.scheduler.generation_mint import GenerationMint
 from services.scheduler.sizing import FLOAT_BYTES, free_memory_bytes, parity_tokens, size_group
@@ -67,6 +71,51 @@ def test_the_window_is_the_models_or_what_is_asked_for() -> None:
     assert size_group(small, GEOMETRY, 0).limits.context_tokens == 160
     with pytest.raises(ConfigurationError, match="9000 is above the 8192 tokens"):
         size_group(settings_of(model=ModelSettings(context_tokens=9000)), GEOMETRY, 0)
+
+
+def budgeted(memory_bytes: tuple[int, ...] | int, **tables: object) -> tuple[Settings, Ledger]:
+    settings = settings_of(group=GroupSettings(memory_bytes=memory_bytes), **tables)
+    tensors = {name: TensorPlace(0, 0, GgmlType.F32, *shape) for name, shape in expected_tensors(GEOMETRY).items()}
+    return settings, plan_memory(asked_by(settings), Model(GEOMETRY, tensors, 500_000_000))
+
+
+def test_a_budget_sizes_the_pool_by_its_poorest_rank() -> None:
+    """P6.6"""
+    _, ledger = budgeted(2**31)
+    fixed = [account.fixed_bytes for account in ledger.ranks]
+    settings, ledger = budgeted((fixed[0] + 900 * BLOCK_BYTES, fixed[1] + 300 * BLOCK_BYTES))
+    size = size_group(settings, GEOMETRY, 0, ledger)
+    # Each of two ranks is charged half of the pool that they share.
+    assert (size.limits.num_blocks, size.reason) == (600, "group.memory_bytes, rank 1 binds")
+
+
+def test_a_budget_too_small_is_refused_with_what_takes_it() -> None:
+    settings, ledger = budgeted((2**31, 300_000_000))
+    need = ledger.ranks[1].fixed_bytes
+    with pytest.raises(
+        ConfigurationError, match=rf"rank 1 needs {need} bytes .*process context.* gives it 300000000: "
+    ):
+        size_group(settings, GEOMETRY, 0, ledger)
+
+
+def test_a_pool_that_a_layout_cannot_hold_is_refused_with_both_numbers() -> None:
+    _, ledger = budgeted(2**31)
+    room = ledger.ranks[1].fixed_bytes + 50 * BLOCK_BYTES
+    settings, ledger = budgeted((2**31, room), pool=PoolSettings(num_blocks=101))
+    message = r"room for 100 blocks: .* ids below 101, and rank 1 can hold 100 in layout pp"
+    with pytest.raises(ConfigurationError, match=message):
+        size_group(settings, GEOMETRY, 0, ledger)
+    settings, ledger = budgeted((2**31, room), pool=PoolSettings(num_blocks=100))
+    assert size_group(settings, GEOMETRY, 0, ledger).limits.num_blocks == 100
+
+
+def test_p3_17_a_window_above_a_sized_pool_is_refused() -> None:
+    tables = {"model": ModelSettings(context_tokens=400), "pool": PoolSettings(kv_bytes=20 * BLOCK_BYTES)}
+    with pytest.raises(ConfigurationError, match=r"context_tokens = 400 is above the 320 tokens .*pool\.kv_bytes"):
+        size_group(settings_of(**tables), GEOMETRY, 0)
+    # A pool that follows free memory is no demand: a restart beside dying ranks must not be refused for it.
+    free = settings_of(model=ModelSettings(context_tokens=400))
+    assert size_group(free, GEOMETRY, 80 * BLOCK_BYTES).limits.context_tokens == 320
 
 
 def test_settings_become_limits() -> None:

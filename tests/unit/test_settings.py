@@ -56,6 +56,19 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
     assert settings.state.dir == tmp_path / ".flipmesh"
 
 
+@pytest.mark.parametrize(
+    ("text", "budgets"),
+    [
+        ("", None),
+        ('memory_bytes = "auto"', None),
+        ("memory_bytes = 1073741824", (2**30, 2**30)),
+        ("memory_bytes = [1073741824, 2147483648]", (2**30, 2**31)),
+    ],
+)
+def test_p6_6_budgets_are_each_ranks_own(tmp_path: Path, text: str, budgets: tuple[int, ...] | None) -> None:
+    assert load_settings(written(tmp_path, f"[group]\n{text}\n")).group.budgets == budgets
+
+
 def test_the_environment_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CONFIG_VARIABLE, str(written(tmp_path, "[group]\nnum_ranks = 5\n")))
     assert load_settings().group.num_ranks == 5
@@ -77,6 +90,11 @@ def test_the_environment_names_the_file(tmp_path: Path, monkeypatch: pytest.Monk
         ('[group]\nlayout = "ep"', 'group.layout = \'ep\' is not one of "pp", "tp"'),
         ('[group]\ncarrier = "nccl"', 'group.carrier = \'nccl\' is not one of "shm", "gloo"'),
         ('[group]\npp_layers = [1, "2"]', "is not a list in which each entry is a whole number"),
+        (
+            '[group]\nmemory_bytes = "most"',
+            "memory_bytes = 'most' is not one of \"auto\", or a whole number, or a list",
+        ),
+        ("[group]\nmemory_bytes = 4096", "group.memory_bytes = 4096 is outside 1048576 to"),
         ("[group]\ntp_weights = 1.0", "group.tp_weights = 1.0 is not a list in which each entry is a number"),
         ("[router]\nhttp_port = 70000", "router.http_port = 70000 is outside 0 to 65535"),
         ("[telemetry]\ntrace_ratio = nan", "telemetry.trace_ratio = nan is outside 0.0 to 1.0"),
@@ -93,6 +111,7 @@ def test_what_no_field_can_take_is_refused(tmp_path: Path, text: str, expected: 
     [
         ("[group]\nnum_ranks = 3\npp_layers = [15, 15]", ["2 entries", "num_ranks is 3", "one entry for each rank"]),
         ("[group]\ntp_weights = [1.0, 0.0]", ["[1.0, 0.0]", "lower num_ranks"]),
+        ("[group]\nmemory_bytes = [1073741824]", ["memory_bytes has 1 entries", "num_ranks is 2"]),
         ("[group]\npp_layers = [30, 0]", ["[30, 0]", "at least 1"]),
         ("[pool]\nnum_blocks = 8\nkv_bytes = 65536", ["= 8", "= 65536", "keep one"]),
         ("[pool]\nnum_blocks = 8\nmax_total_tokens = 129", ["129", "128 slots", "raise num_blocks"]),

@@ -1,0 +1,222 @@
+"""From a deployment and its model's files to the memory ledger: the one place where settings become prices.
+
+Never allocates and never reads a weight: it sees tensor directories and numbers. The constants of processes are
+measured (each says how); what a service grows by under load is its own bounds' matter and small beside a model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from services.core.ids import LayoutKind
+from services.core.layout import Layout, LayoutError, ShardUnits, pp_layout, tp_layout
+from services.core.ledger import Ledger, MemoryMode, PoolBacking, Term
+from services.core.tensor_shares import CanonicalTensor, canonical_tensor
+from services.formats.geometry import ModelGeometry
+from services.formats.ggml_types import block_bytes, block_length
+from services.formats.tensor_places import TensorPlace
+from services.mesh.compatibility import SERVED, CarrierKind, Combination, Device, Served, check_combination
+from services.mesh.memory_price import MachineDemand, ModelDemand, make_ledger
+from services.mesh.settings import GroupSettings, SchedulerSettings, Settings
+
+MIB = 2**20
+FLOAT_BYTES = 4
+PAGE_BYTES = 4096
+WORKER_BYTES = 192 * MIB
+"""A rank without its model, torch 2.13 for CPUs: 160 MiB of its own and its part of the libraries (PSS)."""
+CUDA_CONTEXT_BYTES = 600 * MIB
+"""Assumed, not measured here: context, kernels and NCCL's buffers of one process on one GPU."""
+SERVICE_BYTES = {"router": 64 * MIB, "scheduler": 36 * MIB, "policy": 30 * MIB, "mover": 30 * MIB, "sentinel": 30 * MIB}
+"""PSS of idle services with SmolLM2-135M, rounded up."""
+SUPERVISOR_BYTES = 10 * MIB
+"""PSS of one supervisor; there are as many as services and one for the workers."""
+STAGING_BYTES = 64 * MIB
+"""Per rank, where bytes move between ranks' own memories: bounded, whatever is moved."""
+WEIGHT_STEPS = 1 << 20
+"""Whole steps of the smallest `tp_weights` entry."""
+
+STAGE_BYTES, BANKS = 256 * 1024, 2
+SLOT_BYTES, SLOT_HEADER_BYTES, MESSAGES_IN_FLIGHT = 64 * 1024, 64, 2
+"""The shared region's own sizes (kernels); a test holds the sum to the real region."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What prices need of an opened model; its files stay closed."""
+
+    geometry: ModelGeometry
+    tensors: Mapping[str, TensorPlace]
+    file_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A deployment as the ledger sees it."""
+
+    group: GroupSettings
+    scheduler: SchedulerSettings
+    context_tokens: int | None = None
+    mode: MemoryMode = MemoryMode.SHARED
+    backing: PoolBacking = PoolBacking.RESIDENT
+    carrier: CarrierKind = CarrierKind.SHM
+    device: Device = Device.CPU
+    kv_element_bytes: int = FLOAT_BYTES
+    kv_tokens: tuple[int, ...] | None = None
+    others_bytes: int = 0
+    """Held on this host by processes that are not ours."""
+
+
+def asked_by(settings: Settings) -> Asked:
+    """What the settings ask for."""
+    group = settings.group
+    return Asked(
+        group=group,
+        scheduler=settings.scheduler,
+        context_tokens=settings.model.context_tokens,
+        mode=MemoryMode(group.mode),
+        carrier=CarrierKind(group.carrier),
+        device=Device(group.device),
+    )
+
+
+def plan_memory(asked: Asked, model: Model) -> Ledger:
+    """The ledger of a model under a deployment.
+
+    Raises:
+        ConfigurationError: the combination cannot be.
+        LayoutError: the vectors do not fit the model.
+    """
+    types = frozenset(place.ggml_type for place in model.tensors.values())
+    check_combination(Combination(asked.mode, asked.carrier, asked.device, asked.backing, types))
+    on_host = asked.device is Device.CPU
+    return make_ledger(_model_demand(asked, model), _machine_demand(asked, model.geometry, on_host), on_host=on_host)
+
+
+def _model_demand(asked: Asked, model: Model) -> ModelDemand:
+    geometry = model.geometry
+    units, layouts = deployed_layouts(asked.group, geometry, model.tensors, asked.kv_tokens)
+    cut = _cut_within_blocks(geometry, model.tensors, layouts.values())
+    return ModelDemand(
+        layouts=layouts,
+        units=units,
+        tensors=tuple(_tensors(asked.device, model, cut)),
+        file_bytes=model.file_bytes,
+        expanded_bytes=sum(_expanded_bytes(model.tensors[name]) for name in cut),
+        hidden_size=geometry.hidden_size,
+        head_dim=geometry.head_dim,
+        kv_element_bytes=asked.kv_element_bytes,
+        max_batch_rows=asked.scheduler.max_batch_rows,
+        max_resident_requests=asked.scheduler.max_resident_requests,
+        context_tokens=asked.context_tokens or geometry.max_context_tokens,
+        rotary_tokens=geometry.max_context_tokens,
+    )
+
+
+def deployed_layouts(
+    group: GroupSettings,
+    geometry: ModelGeometry,
+    tensors: Mapping[str, TensorPlace],
+    kv_tokens: Sequence[int] | None = None,
+) -> tuple[ShardUnits, dict[LayoutKind, Layout]]:
+    """Both layouts of the group, and what they are cut in; raises LayoutError where a vector does not fit."""
+    ffn_blocks = {block_length(place.ggml_type) for name, place in tensors.items() if name.endswith(".ffn_down")}
+    units = ShardUnits(
+        num_layers=geometry.num_layers,
+        num_heads=geometry.num_heads,
+        num_kv_heads=geometry.num_kv_heads,
+        ffn=geometry.ffn_size,
+        ffn_unit=math.lcm(*ffn_blocks),
+        vocab=geometry.vocab_size,
+    )
+    weights = group.tp_weights
+    whole = None if weights is None else [round(weight / min(weights) * WEIGHT_STEPS) for weight in weights]
+    return units, {
+        LayoutKind.PP: pp_layout(units, group.num_ranks, group.pp_layers),
+        LayoutKind.TP: tp_layout(units, group.num_ranks, whole, kv_tokens=kv_tokens),
+    }
+
+
+def _tensors(device: Device, model: Model, cut: frozenset[str]) -> list[CanonicalTensor]:
+    """As a rank holds them: stored, or float32 where the device or a cut within a block asks for it."""
+    found = []
+    for name, place in model.tensors.items():
+        tied = name == "output" and model.geometry.tied_embeddings
+        tensor = canonical_tensor(
+            name,
+            place.rows,
+            place.columns,
+            block_columns=block_length(place.ggml_type),
+            block_bytes=block_bytes(place.ggml_type),
+            source="token_embd" if tied else None,
+        )
+        if name in cut or SERVED[device, place.ggml_type] is Served.EXPANDED:
+            tensor = replace(tensor, block_columns=1, block_bytes=FLOAT_BYTES)
+        found.append(tensor)
+    return found
+
+
+def _cut_within_blocks(
+    geometry: ModelGeometry, tensors: Mapping[str, TensorPlace], layouts: Collection[Layout]
+) -> frozenset[str]:
+    ends = {share.heads.end * geometry.head_dim for layout in layouts for share in layout.shares}
+    return frozenset(
+        name
+        for name, place in tensors.items()
+        if name.endswith(".attn_output") and any(end % block_length(place.ggml_type) for end in ends)
+    )
+
+
+def _expanded_bytes(place: TensorPlace) -> int:
+    return -(-place.rows * place.columns * FLOAT_BYTES // PAGE_BYTES) * PAGE_BYTES
+
+
+def _machine_demand(asked: Asked, geometry: ModelGeometry, on_host: bool) -> MachineDemand:
+    num_ranks = asked.group.num_ranks
+    message_bytes = asked.scheduler.max_batch_rows * geometry.hidden_size * FLOAT_BYTES
+    services = sum(SERVICE_BYTES.values()) + (len(SERVICE_BYTES) + 1) * SUPERVISOR_BYTES
+    terms = [Term("services and supervisors", services, is_addressed=False)]
+    if asked.carrier is CarrierKind.SHM:
+        terms.append(Term("data-plane region", region_bytes(num_ranks, message_bytes)))
+    if not on_host:
+        terms.append(Term("worker processes", num_ranks * WORKER_BYTES, is_addressed=False))
+    if asked.others_bytes:
+        terms.append(Term("held by others", asked.others_bytes, is_addressed=False))
+    return MachineDemand(
+        mode=asked.mode,
+        backing=asked.backing,
+        rank_context_bytes=WORKER_BYTES if on_host else CUDA_CONTEXT_BYTES,
+        host_terms=tuple(terms),
+        staging_bytes=0 if asked.mode is MemoryMode.SHARED else STAGING_BYTES,
+    )
+
+
+def region_bytes(num_ranks: int, message_bytes: int) -> int:
+    """Of the shared region that the ranks of a host talk through; its diagonal is never touched, hence not priced."""
+    slots = max(2, MESSAGES_IN_FLIGHT * max(1, -(-message_bytes // SLOT_BYTES)))
+    channels = num_ranks * (num_ranks - 1) * slots * (SLOT_BYTES + SLOT_HEADER_BYTES)
+    return channels + num_ranks * BANKS * STAGE_BYTES
+
+
+def price_line(ledger: Ledger, budgets: Sequence[int] | None, free_bytes: int, num_blocks: int) -> dict[str, object]:
+    """The ledger as fields of one log line: every term once, sums, who binds, and the equalising token vector.
+
+    Without budgets each rank is taken to have an equal part of the `free_bytes` of this host.
+    """
+    num_ranks = len(ledger.ranks)
+    rooms = tuple(budgets) if budgets is not None else (free_bytes // num_ranks,) * num_ranks
+    try:
+        tokens = ",".join(map(str, ledger.equalising_tokens(rooms)))
+    except LayoutError as error:
+        tokens = str(error)
+    return {
+        "mode": ledger.mode.value,
+        "host_bytes": ledger.host_bytes(num_blocks),
+        "free_bytes": free_bytes,
+        "left_bytes": free_bytes - ledger.host_bytes(num_blocks),
+        "rank_bytes": [ledger.rank_bytes(account.rank, num_blocks) for account in ledger.ranks],
+        "binding": ledger.capacity(rooms).binding,
+        "equalising_kv_tokens": tokens,
+        "terms": {term.name: term.num_bytes for term in (*ledger.host_terms, *ledger.ranks[0].terms)},
+    }

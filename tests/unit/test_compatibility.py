@@ -1,0 +1,68 @@
+"""The compatibility table, row by row: every conflict fires with its own words and stays quiet beside it."""
+
+import itertools
+
+import pytest
+
+from services.core.ledger import MemoryMode, PoolBacking
+from services.formats.ggml_types import GgmlType
+from services.mesh import compatibility
+from services.mesh.compatibility import CONFLICTS, SERVED, CarrierKind, Combination, Device, check_combination
+from services.mesh.errors import ConfigurationError
+
+M, C, D, P = MemoryMode, CarrierKind, Device, PoolBacking
+FORBIDDEN = {
+    (M.SHARED, C.NCCL, D.CUDA, P.RESIDENT): "belongs to one rank",
+    (M.SHARED, C.SHM, D.CPU, P.EXCLUSIVE): "one pool serves both layouts",
+    (M.EXCHANGE, C.SHM, D.CUDA, P.RESIDENT): "kernels do not reach",
+    (M.EXCHANGE, C.GLOO, D.CUDA, P.RESIDENT): "gloo sends and receives host memory only",
+    (M.DUAL, C.NCCL, D.CPU, P.RESIDENT): "NCCL moves GPU memory only",
+}
+"""For each row of the table, a combination that no other row forbids."""
+
+
+@pytest.mark.parametrize("row", range(len(CONFLICTS)), ids=lambda row: CONFLICTS[row].reason[:30])
+def test_each_row_fires_alone(row: int) -> None:
+    conflict = CONFLICTS[row]
+    (found,) = [Combination(*fields) for fields in FORBIDDEN if conflict.holds(Combination(*fields))]
+    assert [other for other in CONFLICTS if other.holds(found)] == [conflict]
+    with pytest.raises(ConfigurationError) as refused:
+        check_combination(found)
+    message = str(refused.value)
+    assert len(message.splitlines()) == 1
+    expected = FORBIDDEN[found.mode, found.carrier, found.device, found.backing]
+    assert expected in message and conflict.remedy in message
+    assert all(f'"{field.value}"' in message for field in (found.mode, found.carrier, found.device))
+
+
+def test_what_is_allowed_is_known_in_full() -> None:
+    allowed = set()
+    for fields in itertools.product(M, C, D, P):
+        try:
+            check_combination(Combination(*fields))
+        except ConfigurationError:
+            continue
+        allowed.add(fields)
+    private = set(M) - {M.SHARED}
+    assert allowed == {
+        *itertools.product(private, (C.SHM, C.GLOO), (D.CPU,), P),
+        *itertools.product(private, (C.NCCL,), (D.CUDA,), P),
+        *itertools.product((M.SHARED,), (C.SHM, C.GLOO), (D.CPU,), (P.RESIDENT,)),
+    }
+
+
+def test_several_conflicts_are_said_at_once() -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        check_combination(Combination(M.SHARED, C.SHM, D.CUDA, P.EXCLUSIVE))
+    assert len(str(refused.value).splitlines()) == 3
+
+
+def test_every_weight_type_is_served_on_every_device_or_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = frozenset(GgmlType)
+    check_combination(Combination(M.SHARED, C.SHM, D.CPU, weight_types=every))
+    check_combination(Combination(M.EXCHANGE, C.NCCL, D.CUDA, weight_types=every))
+    fewer = {pair: served for pair, served in SERVED.items() if pair != (D.CPU, GgmlType.Q3_K)}
+    monkeypatch.setattr(compatibility, "SERVED", fewer)
+    check_combination(Combination(M.EXCHANGE, C.NCCL, D.CUDA, weight_types=every))
+    with pytest.raises(ConfigurationError, match=r'device = "cpu" has no kernel for weights of type Q3_K: .* Q2_K'):
+        check_combination(Combination(M.SHARED, C.SHM, D.CPU, weight_types=every))
