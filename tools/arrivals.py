@@ -8,7 +8,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -17,6 +17,8 @@ MAX_ARRIVALS = 100_000
 PREFILL_TOKENS_PER_S = 300.0
 DECODE_TOKENS_PER_S = 80.0
 """What a small CPU machine works off, for the choice of a time scale: only the order of magnitude matters."""
+TYPICAL_LONG = 0.9
+"""The share of prompts that fit once scaled; if a trace's very longest had to, all others would become tiny."""
 LAST_AT = 0.95
 """Where in its span a scaled trace's last arrival comes: it must still be sent."""
 
@@ -42,10 +44,13 @@ class Scaled:
     arrivals: tuple[Arrival, ...]
     length_scale: float
     time_scale: float
+    num_cut: int
+    """Prompts that were still too long and were cut."""
 
     def statement(self) -> str:
         """The scale in words."""
-        return f"{len(self.arrivals)} arrivals, lengths x {self.length_scale:.4g}, times x {self.time_scale:.4g}"
+        factors = f"lengths x {self.length_scale:.4g}, times x {self.time_scale:.4g}"
+        return f"{len(self.arrivals)} arrivals, {factors}, {self.num_cut} prompts cut"
 
 
 def read_trace(path: Path) -> list[Arrival]:
@@ -92,12 +97,13 @@ def fit(
     max_output_tokens: int,
     utilisation: float = 0.5,
 ) -> Scaled:
-    """The trace's beginning on a small machine: the longest prompts become `max_prompt_tokens`, and time is stretched
-    until the arrivals of `seconds` are `utilisation` of what the machine works off. Outputs are cut, never stretched.
+    """The trace's beginning on a small machine: the longest of nine prompts in ten become `max_prompt_tokens`, what is
+    longer is cut there, and time is stretched until the arrivals of `seconds` are `utilisation` of what the machine
+    works off. Outputs shrink alike and are cut at `max_output_tokens`; nothing is ever made longer.
     """
-    at_most = max(arrival.prompt_tokens for arrival in trace)
-    length_scale = min(1.0, max_prompt_tokens / at_most)
-    shortened = [_scaled(arrival, length_scale, 1.0, max_output_tokens) for arrival in trace]
+    lengths = sorted(arrival.prompt_tokens for arrival in trace)
+    length_scale = min(1.0, max_prompt_tokens / lengths[int((len(lengths) - 1) * TYPICAL_LONG)])
+    shortened = [_shortened(arrival, length_scale, max_prompt_tokens, max_output_tokens) for arrival in trace]
     budget_s, num_taken = seconds * utilisation, 0
     for arrival in shortened:
         budget_s -= arrival.work_s
@@ -106,16 +112,17 @@ def fit(
         num_taken += 1
     taken = shortened[: max(num_taken, 1)]
     time_scale = LAST_AT * seconds / max(taken[-1].at_s, 1e-3)
+    num_cut = sum(round(arrival.prompt_tokens * length_scale) > max_prompt_tokens for arrival in trace[: len(taken)])
     return Scaled(
-        tuple(_scaled(arrival, 1.0, time_scale, max_output_tokens) for arrival in taken), length_scale, time_scale
+        tuple(replace(arrival, at_s=arrival.at_s * time_scale) for arrival in taken), length_scale, time_scale, num_cut
     )
 
 
-def _scaled(arrival: Arrival, length_scale: float, time_scale: float, max_output_tokens: int) -> Arrival:
+def _shortened(arrival: Arrival, scale: float, max_prompt_tokens: int, max_output_tokens: int) -> Arrival:
     return Arrival(
-        arrival.at_s * time_scale,
-        max(1, round(arrival.prompt_tokens * length_scale)),
-        min(max_output_tokens, max(1, round(arrival.output_tokens * length_scale))),
+        arrival.at_s,
+        min(max_prompt_tokens, max(1, round(arrival.prompt_tokens * scale))),
+        min(max_output_tokens, max(1, round(arrival.output_tokens * scale))),
     )
 
 

@@ -21,14 +21,13 @@ from services.mesh.model_files import resolve_model
 from services.mesh.settings import Settings, load_settings
 from tools.acceptance_figures import spread
 from tools.acceptance_report import shown
-from tools.bench_mesh import PROMPT_LENGTHS, STREAM_COUNTS, FlipFigures, MeshBench, SampleRefusedError, Samples
+from tools.bench_mesh import LAYOUTS, PROMPT_LENGTHS, STREAM_COUNTS, FlipFigures, MeshBench, SampleRefusedError, Samples
 from tools.bench_peers import ENGINES, NOT_INSTALLED, decode_name, prefill_name
 from tools.machine_facts import MachineFacts, machine_facts, package_version
 from tools.mesh_client import MeshClient, NotRunningError
 from tools.own_mesh import ROOT, own_mesh
 from tools.steering import NotSteeredError, set_mode
 
-LAYOUTS = (LayoutKind.PP, LayoutKind.TP)
 PEER_S = 900.0
 """One engine, its loading included."""
 NAME_WIDTH, CELL_WIDTH = 20, 24
@@ -125,28 +124,28 @@ async def measure_mesh(client: MeshClient, facts: MachineFacts, repeat: int, fli
     settings = client.settings
     bench = Bench(facts, settings.model.name, settings.group.num_ranks, settings.group.threads_per_rank, repeat)
     mesh = MeshBench(client, repeat)
-    for layout in LAYOUTS:
-        for num_tokens in PROMPT_LENGTHS:
-            _note(bench, prefill_name(num_tokens), layout, await mesh.prefill(layout, num_tokens))
-        for num_streams in STREAM_COUNTS:
-            _note(bench, decode_name(num_streams), layout, await mesh.decode(layout, num_streams))
+    for num_tokens in PROMPT_LENGTHS:
+        _note(bench, prefill_name(num_tokens), await mesh.prefill(num_tokens))
+    for num_streams in STREAM_COUNTS:
+        _note(bench, decode_name(num_streams), await mesh.decode(num_streams))
     bench.flips = await mesh.flips(flips)
     bench.idle_cpu = await mesh.idle_cpu()
     return bench
 
 
-def _note(bench: Bench, figure: str, layout: LayoutKind, samples: Samples) -> None:
-    bench.rates.setdefault(figure, {})[layout.value.upper()] = samples
-    print(f"  {layout.value.upper()} {figure}: {samples.shown()} tokens/s", file=sys.stderr, flush=True)
+def _note(bench: Bench, figure: str, found: dict[LayoutKind, Samples]) -> None:
+    bench.rates[figure] = {layout.value.upper(): samples for layout, samples in found.items()}
+    words = ", ".join(f"{layout} {samples.shown()}" for layout, samples in bench.rates[figure].items())
+    print(f"  {figure}: {words} tokens/s", file=sys.stderr, flush=True)
 
 
 async def measure_peers(settings: Settings, bench: Bench) -> dict[str, dict[str, Samples] | str]:
     """Other engines, one after the other, with as many threads as the mesh computes with."""
     model = resolve_model(settings.model.path or settings.model.name)
     if model.suffix != ".gguf":
-        return dict.fromkeys(ENGINES.values(), "not measured: the model is no GGUF file")
+        return {engine.name: "not measured: the model is no GGUF file" for engine in ENGINES.values()}
     threads = min(bench.num_ranks * bench.threads_per_rank, bench.facts.cores)
-    return {name: await _peer(engine, name, model, threads, bench.repeat) for engine, name in ENGINES.items()}
+    return {peer.name: await _peer(engine, peer.name, model, threads, bench.repeat) for engine, peer in ENGINES.items()}
 
 
 async def _peer(engine: str, name: str, model: Path, threads: int, repeat: int) -> dict[str, Samples] | str:
@@ -159,7 +158,7 @@ async def _peer(engine: str, name: str, model: Path, threads: int, repeat: int) 
     except TimeoutError:
         return f"no figures within {PEER_S:g} s"
     if done.returncode == NOT_INSTALLED:
-        return f"not installed (module {engine})"
+        return f"not installed (needs {', '.join(ENGINES[engine].needs)})"
     if done.returncode != 0:
         words = done.stderr.decode("utf-8", "replace").strip().splitlines()
         return f"failed: {words[-1] if words else done.returncode}"

@@ -26,6 +26,7 @@ from tools.own_mesh import read_address
 from tools.status import ask_all
 from tools.steering import bring_to, place_now
 
+LAYOUTS = (LayoutKind.PP, LayoutKind.TP)
 PROMPT_LENGTHS = (512, 2048)
 STREAM_COUNTS = (1, 8)
 DECODE_TOKENS = 96
@@ -81,7 +82,7 @@ class MeshBench:
         self._address = read_address(client.paths.address("router", "http"))
         self._load = HttpLoad(self._address, settings.model.name, Shape(), settings.router.api_key)
 
-    async def prefill(self, layout: LayoutKind, num_tokens: int) -> Samples:
+    async def prefill(self, num_tokens: int) -> dict[LayoutKind, Samples]:
         """Prompt tokens per second of one prompt by itself, by its first streamed token."""
 
         async def sample() -> float:
@@ -89,9 +90,9 @@ class MeshBench:
             assert streamed.ttft_ns is not None, "a whole answer has a first token"
             return num_tokens * 1e9 / streamed.ttft_ns
 
-        return await self.samples(layout, sample)
+        return await self.samples(sample)
 
-    async def decode(self, layout: LayoutKind, num_streams: int) -> Samples:
+    async def decode(self, num_streams: int) -> dict[LayoutKind, Samples]:
         """Tokens per second of all streams together, while all of them decode; first tokens left out."""
 
         async def sample() -> float:
@@ -101,30 +102,32 @@ class MeshBench:
             num_tokens = sum(begin_ns < at_ns <= end_ns for streamed in answers for at_ns in streamed.arrived_ns)
             return num_tokens * 1e9 / (end_ns - begin_ns)
 
-        return await self.samples(layout, sample)
+        return await self.samples(sample)
 
     async def _together(self, num_streams: int, num_tokens: int) -> list[Streamed]:
         answers = [self._load.ask("decode", DECODE_PROMPT_TOKENS, num_tokens) for _ in range(num_streams)]
         return [_whole(streamed) for streamed in await asyncio.gather(*answers)]
 
-    async def samples(self, layout: LayoutKind, sample: Callable[[], Awaitable[float]]) -> Samples:
-        """`repeat` samples under one layout, after one that is thrown away.
+    async def samples(self, sample: Callable[[], Awaitable[float]]) -> dict[LayoutKind, Samples]:
+        """`repeat` samples under each layout, in turns, so that a machine that changes meanwhile changes for both; one
+        round before is thrown away.
 
         Raises:
             SampleRefusedError: the layout changed under too many of them.
         """
-        values: list[float] = []
-        num_refused = 0
-        while len(values) < self._repeat + 1:
+        values: dict[LayoutKind, list[float]] = {layout: [] for layout in LAYOUTS}
+        for _ in range(self._repeat + 1):
+            for layout in LAYOUTS:
+                values[layout].append(await self._sample(layout, sample))
+        return {layout: Samples(tuple(found[1:])) for layout, found in values.items()}
+
+    async def _sample(self, layout: LayoutKind, sample: Callable[[], Awaitable[float]]) -> float:
+        for _ in range(MAX_REFUSED):
             before = await bring_to(self._client, layout)
             value = await sample()
-            if await place_now(self._client) != before:
-                num_refused += 1
-                if num_refused > MAX_REFUSED:
-                    raise SampleRefusedError(f"the layout changed in {num_refused} samples: something else flips")
-                continue
-            values.append(value)
-        return Samples(tuple(values[1:]))
+            if await place_now(self._client) == before:
+                return value
+        raise SampleRefusedError(f"the layout changed in {MAX_REFUSED} samples: something else flips")
 
     async def flips(self, num_each_way: int) -> FlipFigures:
         """Flips by hand under streams, to and fro, and the same streams for as long without."""

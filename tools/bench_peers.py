@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,6 @@ from typing import Any
 from tools.bench_mesh import DECODE_PROMPT_TOKENS, DECODE_TOKENS, PROMPT_LENGTHS, STREAM_COUNTS
 from tools.http_load import prompt_ids
 
-ENGINES = {"llama_cpp": "llama.cpp", "transformers": "transformers"}
-"""By module, their names for people."""
 NOT_INSTALLED = 3
 """Exit code of an engine that is not here."""
 CHUNK_TOKENS = 512
@@ -144,7 +143,19 @@ def measure_llama_cpp(model: Path, threads: int, repeat: int) -> Figures:
     return measure(prefill, decode, repeat)
 
 
-MEASURES = {"llama_cpp": measure_llama_cpp, "transformers": measure_transformers}
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One engine: its name for people, the modules without which it cannot open a GGUF file, and its measurement."""
+
+    name: str
+    needs: tuple[str, ...]
+    measure: Callable[[Path, int, int], Figures]
+
+
+ENGINES = {
+    "llama_cpp": Engine("llama.cpp", ("llama_cpp",), measure_llama_cpp),
+    "transformers": Engine("transformers", ("transformers", "gguf", "accelerate"), measure_transformers),
+}
 
 
 def main() -> int:
@@ -155,9 +166,10 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=3)
     arguments = parser.parse_args()
-    if importlib.util.find_spec(arguments.engine) is None:
+    engine = ENGINES[arguments.engine]
+    if any(importlib.util.find_spec(module) is None for module in engine.needs):
         return NOT_INSTALLED
-    print(json.dumps(MEASURES[arguments.engine](arguments.model, arguments.threads, arguments.repeat)))
+    print(json.dumps(engine.measure(arguments.model, arguments.threads, arguments.repeat)))
     return 0
 
 

@@ -199,10 +199,12 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_a_scaled_trace_fits_and_says_by_how_much() -> None:
-    trace = [Arrival(float(second), 1000 * (1 + second % 4), 400) for second in range(1000)]
+    lengths = [1000, 2000, 3000, 4000] * 4 + [90_000]
+    trace = [Arrival(float(second), lengths[second % 17], 400) for second in range(1020)]
     scaled = fit(trace, seconds=60.0, max_prompt_tokens=500, max_output_tokens=64, utilisation=0.5)
-    assert max(arrival.prompt_tokens for arrival in scaled.arrivals) == 500
     assert scaled.length_scale == 0.125
+    assert {arrival.prompt_tokens for arrival in scaled.arrivals} == {125, 250, 375, 500}
+    assert scaled.num_cut == sum(trace[place].prompt_tokens == 90_000 for place in range(len(scaled.arrivals))) > 0
     assert scaled.arrivals[-1].at_s == pytest.approx(57.0)
     assert sum(arrival.work_s for arrival in scaled.arrivals) == pytest.approx(30.0, rel=0.1)
     assert all(arrival.output_tokens == 50 for arrival in scaled.arrivals)
