@@ -10,7 +10,8 @@ staging until its place is free; one staged page therefore always suffices, and 
 
 Invariants: within a phase no page is both read and written, and none is written twice; at no instant do a rank's staged
 pages exceed the bound; each page that must move moves once. A phase overwrites nothing that it, or the state before it,
-needs: one that was interrupted counts as not begun, and the phases before it can be taken back from there.
+needs, but copies that no rank takes (`refill`): one that was interrupted counts as not begun, and the phases before it
+can be taken back from there.
 """
 
 from collections import Counter, defaultdict, deque
@@ -29,30 +30,25 @@ class ExchangeError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class PageMove:
-    """A run of pages; the two places are never of one arena."""
+class Place:
+    """Where a run of pages begins: in a rank's arena, or in its staging."""
 
-    source: Rank
-    source_page: int
-    destination: Rank
-    destination_page: int
+    rank: Rank
+    is_staging: bool
+    page: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageMove:
+    """A run of pages on its way."""
+
+    source: Place
+    destination: Place
     num_pages: int
-    from_staging: bool = False
-    """Whether the source's pages are staging."""
-    to_staging: bool = False
-    """Whether the destination's pages are staging."""
 
     def reversed(self) -> "PageMove":
         """The way back."""
-        return PageMove(
-            self.destination,
-            self.destination_page,
-            self.source,
-            self.source_page,
-            self.num_pages,
-            from_staging=self.to_staging,
-            to_staging=self.from_staging,
-        )
+        return PageMove(self.destination, self.source, self.num_pages)
 
 
 Phase = tuple[PageMove, ...]
@@ -140,7 +136,8 @@ def _refill(before: Sequence[PageMap], after: Sequence[PageMap], plan: TransferP
         for piece, place in page_map.items():
             if piece not in after[rank] and (rank, piece) not in taken:
                 source = source_of[piece]
-                yield PageMove(source, before[source][piece].begin, Rank(rank), place.begin, len(place))
+                copy = Place(source, False, before[source][piece].begin)
+                yield PageMove(copy, Place(Rank(rank), False, place.begin), len(place))
 
 
 class _PageGraph:
@@ -196,8 +193,8 @@ class _PageGraph:
                     yield path[next(i for i, move in enumerate(path) if self.destination[move] == page) :]
 
 
-_PagePair = tuple[Rank, Rank, bool, bool, int, int]
-"""Of one page: source, destination, from staging, to staging, source page, destination page."""
+_Page = tuple[Rank, bool, int]
+"""A `Place` of one page."""
 
 _Demand = tuple[tuple[Rank, int], ...]
 """Staged pages that a cycle takes of each rank if it is gone through in one round."""
@@ -340,42 +337,28 @@ class _Scheduler:
     def _round(self, transfers: Iterable[int], writes: Iterable[int]) -> Round:
         return Round(_in_runs(map(self._transfer, transfers)), _in_runs(map(self._write, writes)))
 
-    def _transfer(self, move: int) -> _PagePair:
-        graph, slot = self._graph, self._slot_of.get(move)
-        source, destination = graph.rank_of[graph.source[move]], graph.receiver(move)
-        into = graph.destination[move] - graph.base[destination] if slot is None else slot
-        return source, destination, False, slot is not None, graph.source[move] - graph.base[source], into
+    def _transfer(self, move: int) -> tuple[_Page, _Page]:
+        slot = self._slot_of.get(move)
+        into = self._page(self._graph.destination[move]) if slot is None else (self._graph.receiver(move), True, slot)
+        return self._page(self._graph.source[move]), into
 
-    def _write(self, move: int) -> _PagePair:
-        rank = self._graph.receiver(move)
-        return rank, rank, True, False, self._slot_of[move], self._graph.destination[move] - self._graph.base[rank]
+    def _write(self, move: int) -> tuple[_Page, _Page]:
+        into = self._page(self._graph.destination[move])
+        return (into[0], True, self._slot_of[move]), into
+
+    def _page(self, page: int) -> _Page:
+        rank = self._graph.rank_of[page]
+        return rank, False, page - self._graph.base[rank]
 
 
-def _in_runs(pairs: Iterable[_PagePair]) -> Phase:
+def _in_runs(pairs: Iterable[tuple[_Page, _Page]]) -> Phase:
     """Pages side by side at both ends as one move."""
-    moves: list[PageMove] = []
-    begin: _PagePair | None = None
-    count = 0
-    for pair in sorted(pairs):
-        if begin is not None and pair == (*begin[:4], begin[4] + count, begin[5] + count):
-            count += 1
-            continue
-        if begin is not None:
-            moves.append(_move(begin, count))
-        begin, count = pair, 1
-    if begin is not None:
-        moves.append(_move(begin, count))
-    return tuple(moves)
-
-
-def _move(first: _PagePair, num_pages: int) -> PageMove:
-    source, destination, from_staging, to_staging, source_page, destination_page = first
-    return PageMove(
-        source,
-        source_page,
-        destination,
-        destination_page,
-        num_pages,
-        from_staging=from_staging,
-        to_staging=to_staging,
-    )
+    runs: list[tuple[_Page, _Page, int]] = []
+    for source, destination in sorted(pairs, key=lambda pair: (pair[0][:2], pair[1][:2], pair[0][2])):
+        if runs:
+            first, into, count = runs[-1]
+            if source == (*first[:2], first[2] + count) and destination == (*into[:2], into[2] + count):
+                runs[-1] = (first, into, count + 1)
+                continue
+        runs.append((source, destination, 1))
+    return tuple(PageMove(Place(*first), Place(*into), count) for first, into, count in runs)

@@ -56,8 +56,8 @@ class Ranks:
         """Page by page in any order; `part` of the pages, where the phase is interrupted."""
         steps = [
             (
-                (move.source, move.from_staging, move.source_page + page),
-                (move.destination, move.to_staging, move.destination_page + page),
+                (move.source.rank, move.source.is_staging, move.source.page + page),
+                (move.destination.rank, move.destination.is_staging, move.destination.page + page),
             )
             for move in phase
             for page in range(move.num_pages)
@@ -218,7 +218,7 @@ def test_every_rank_computes_the_same_plan() -> None:
 def test_a_copy_that_nobody_takes_comes_back_from_the_one_that_moved() -> None:
     """With replicated KV heads, PP takes one copy of each and lets its own pages overwrite the others."""
     arenas, _, to_pp, _ = plans(CASES["four, (1, 1, 1, 5), replicated"], 2)
-    place_of = {(move.destination, move.destination_page) for move in to_pp.refill}
+    place_of = {(move.destination.rank, move.destination.page) for move in to_pp.refill}
     lost = {
         (rank, span.begin)
         for rank, (before, after) in enumerate(zip(arenas.second, arenas.first, strict=True))
