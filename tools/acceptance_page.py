@@ -26,7 +26,8 @@ h1{font-size:22px;margin:0 0 4px}h2{font-size:16px;margin:28px 0 8px}
 .good{background:#2e7d32}.bad{background:#b3261e}pre{font-size:12px;color:#555;white-space:pre-wrap;margin:8px 0}
 table{border-collapse:collapse;width:100%;font-size:13px}
 th{text-align:left;border-bottom:1px solid #999;padding:3px 8px}
-td{border-bottom:1px solid #e5e5e5;padding:3px 8px;vertical-align:top}tr.fail td{background:#fde7e5}
+td{border-bottom:1px solid #e5e5e5;padding:3px 8px;vertical-align:top}td:not(:last-child){white-space:nowrap}
+tr.fail td{background:#fde7e5}
 figure{margin:14px 0}figcaption{margin-bottom:2px}
 svg{width:100%;height:auto;background:#fcfcfc;border:1px solid #e2e2e2}
 svg text{font-size:11px;fill:#555}svg text.unit{fill:#222;font-weight:600}.grid{stroke:#dadada;stroke-width:.7}
