@@ -82,6 +82,10 @@ class Checks:
         assert generation is not None
         self._verified.setdefault((generation, flip_id), set()).add(rank.rank)
 
+    def on_withdrawal_heard(self, key: FlipKey, rank: Rank, round_number: int) -> None:
+        """The mover hears, while the gate is still to open, that a rank is not there any more."""
+        self._present.setdefault((key, round_number), set()).discard(rank)
+
     def on_withdrawn(self, rank: "RankProcess", flip_id: FlipId, round_number: int) -> None:
         """It took that back; whether in time is the coordinator's to say."""
         self._group.world.note(rank.name, "withdraws", flip_id, round_number)

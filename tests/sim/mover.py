@@ -35,7 +35,7 @@ from services.core.flip import (
     SendEnter,
     StartWork,
 )
-from services.core.flip_coordinator import FlipCoordinator
+from services.core.flip_coordinator import CoordinatorState, FlipCoordinator
 from services.core.ids import FlipId, Generation, Rank
 from services.mover.attempts import decide_again
 from services.mover.early import EarlyEvents
@@ -143,6 +143,8 @@ class MoverProcess(Process):
         coordinator = attempt.coordinator
         before = coordinator.deadline_ns
         self.world.note(self.name, "hears", type(event).__name__, getattr(event, "rank", ""), coordinator.state.value)
+        if isinstance(event, RankWithdrew) and coordinator.state is not CoordinatorState.ENTERED:
+            self.group.checks.on_withdrawal_heard(attempt.key, event.rank, event.round)
         effects = coordinator.on_event(event, self.world.now_ns)
         for effect in effects:
             self._carry_out(attempt, effect)

@@ -159,7 +159,7 @@ class RankProcess(Member):
                 yield (self.compute, 0)
                 self._reset(reset)
             case FlipEntry() as flip:
-                self._park(flip)
+                yield from self.park(flip)
             case CommitEntry(flip_id=flip_id, layout=layout):
                 self._to_loop.send(CommitReached(flip_id))
                 self._forget_plane(layout.other)
@@ -207,7 +207,7 @@ class RankProcess(Member):
         ends = places.ends(plan)
         piped = self.layout is LayoutKind.PP
         if piped and self.rank > 0:
-            hidden = yield (plane.links[self.rank - 1].recv, sequence)
+            hidden = yield (self.receive, sequence, ends)
             self._check_equal("hidden states", sequence, hidden, ends)
         yield (self.compute, plan.num_tokens)
         if not piped and num_ranks > 1:
@@ -215,7 +215,7 @@ class RankProcess(Member):
             self._check_equal("partial sums", sequence, partials, [ends] * num_ranks)
         self._attend(plan, sequence)
         if piped and self.rank < num_ranks - 1:
-            yield (plane.links[self.rank].send, sequence, ends)
+            yield (self.hand_on, sequence, ends)
         sampled = None
         if plan.sampled_row:
             if not piped and num_ranks > 1:
@@ -224,6 +224,16 @@ class RankProcess(Member):
         self._digest = hash((self._digest, sequence, tuple(ends)))
         tokens = None if sampled is None else SampledTokens(sampled, non_finite=places.non_finite(plan))
         self._report(StepReport(sequence, self._digest, 0, 0, tokens))
+
+    def receive(self, sequence: Sequence, _ends: list[int]) -> object:
+        """Hidden states of a step from the stage before."""
+        assert self.plane is not None
+        return self.plane.links[self.rank - 1].recv(sequence)
+
+    def hand_on(self, sequence: Sequence, ends: list[int]) -> object:
+        """Hidden states of a step to the stage behind."""
+        assert self.plane is not None
+        return self.plane.links[self.rank].send(sequence, ends)
 
     def _attend(self, plan: StepPlan, sequence: Sequence) -> None:
         assert self.places is not None
@@ -254,13 +264,19 @@ class RankProcess(Member):
 
     # A flip.
 
-    def _park(self, flip: FlipEntry) -> None:
+    def park(self, flip: FlipEntry) -> Work:
+        """The log is executed up to the entry: says so, with the verdict whether the flip fits here."""
         odds, rng = self.group.case.odds, self.world.rng
         fits = not (odds.refuse and rng.random() < odds.refuse)
         self.group.moment("parked")
         self._before = list(self.planes[flip.target.other])
         plan_hash = hash((flip.target.value == "tp", flip.live_runs))
-        self._to_loop.send(EntryReached(flip.flip_id, fits, "" if fits else "does not fit here", plan_hash))
+        self.say_parked(EntryReached(flip.flip_id, fits, "" if fits else "does not fit here", plan_hash))
+        yield from ()
+
+    def say_parked(self, reached: EntryReached) -> None:
+        """To the loop, which tells the mover."""
+        self._to_loop.send(reached)
 
     def on_mover_connected(self, channel: Channel) -> None:
         """The mover's stream has opened."""

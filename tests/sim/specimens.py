@@ -183,6 +183,17 @@ class StaleQuorum(FlipCoordinator):
         return effects
 
 
+class StandingMark(FlipCoordinator):
+    """H: the mark of a rank that is gone stays up, and peers form a quorum on it."""
+
+    __slots__ = ()
+
+    def on_event(self, event: object, now_ns: int) -> list[CoordinatorEffect]:
+        if isinstance(event, RankWithdrew) and self.state is CoordinatorState.ASSEMBLING:
+            return []
+        return super().on_event(event, now_ns)  # type: ignore[arg-type]
+
+
 class HastyCoordinator(FlipCoordinator):
     """COMMIT with the first rank that has verified."""
 
