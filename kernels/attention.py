@@ -4,13 +4,17 @@ It reads the pool and the worker's resident block table where they lie and never
 writes the pool (`kernels.elementwise.rope_and_store` does) and never decides which blocks a request owns.
 
 Shapes: T tokens of the batch, S sequences, Hq local query heads, Hkv local KV heads, D head dimension, B blocks of the
-pool, P KV heads of the pool, R resident rows, M blocks a row. Slots past `context_tokens` are never read as values.
+pool, P KV heads of the pool, R resident rows, M blocks a row, N parts. Slots past `context_tokens` are never read as
+values.
+
+Where the cache is cut by tokens, each rank attends over the blocks it has (`places`), writes its part and the
+log-sum-exp of its scores, and `merge_partials` joins the parts of all ranks.
 
 Bound: float32 sums, e^x within 2e-7 relative; against float64, the error of a row of `out` is under
 2e-6 + 1e-7 * scale * max |q| * max |k| of its largest value (norms of heads; a score carries its products' rounding,
-and the error of a score is the relative error of its weight). Floor: a decode step reads every visible key and value
-once, at 8 * D bytes a token and KV head; a chunk takes 4 * D flops a (query head, visible key). One thread: ranks are
-the parallelism.
+and the error of a score is the relative error of its weight); merged from parts, twice that and 1e-7 * max |lse|.
+Floor: a decode step reads every visible key and value once, at 8 * D bytes a token and KV head; a chunk takes 4 * D
+flops a (query head, visible key). One thread: ranks are the parallelism.
 """
 
 import torch
@@ -20,6 +24,8 @@ import kernels._native as _native
 
 BLOCK_SLOTS = 16
 MAX_HEAD_DIM = 256
+NOT_HERE = -1
+"""The place of a block whose rows another rank has."""
 
 
 def paged_attention(
@@ -37,6 +43,8 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    lse_out: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> None:
     """Writes `out[t, h] = softmax(mask(softcap(scale * q[t, h] . K))) V` for every token of the batch.
 
@@ -45,13 +53,20 @@ def paged_attention(
     `block_tables` int32 `[R, M]`; `row_of_sequence` int32 `[S]`; `query_start` int32 `[S + 1]`, prefix sums of each
     sequence's queries; `context_tokens` int32 `[S]`, the tokens its last query sees, itself included, already in the
     pool. Query i of n stands at position context - n + i and sees positions up to its own, and only the last `window`
-    of them (itself included) where given. `softcap` c bends scores to c * tanh(score / c). Raises ValueError for shapes
-    that do not fit, and for a table row, context or block id outside its range, before anything is written.
+    of them (itself included) where given. `softcap` c bends scores to c * tanh(score / c).
+
+    `lse_out`, float32 `[T, Hq]`, token stride free, takes the natural log of the sum of e^score. `places`, int32
+    `[block ids]`, says where each block lies in these pools, `NOT_HERE` for a block of another rank, which is left out;
+    a query that sees no block of these pools gets zeros and -inf. It needs `lse_out`.
+
+    Raises ValueError for shapes that do not fit, and for a table row, context, block id or place outside its range,
+    before anything is written.
     """
     _check_heads(q_THD, k_pool, v_pool, out_THD, kv_head_begin, num_kv_heads)
     if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
         raise ValueError(f"attention cannot take window {window} and softcap {softcap}: each is absent or above 0")
     _check_batch(block_tables, row_of_sequence, query_start, context_tokens)
+    _check_part(q_THD, lse_out, places)
     num_tokens, num_q_heads, head_dim = q_THD.shape
     num_blocks, num_pool_heads = k_pool.shape[:2]
     num_table_rows, table_stride = block_tables.shape
@@ -79,7 +94,54 @@ def paged_attention(
         window or 0,
         scale,
         softcap or 0.0,
+        0 if lse_out is None else lse_out.data_ptr(),
+        0 if lse_out is None else lse_out.stride(0),
+        0 if places is None else places.data_ptr(),
+        0 if places is None else places.numel(),
     )
+
+
+def merge_partials(parts_NTHD: Tensor, lse_NTH: Tensor, out_THD: Tensor) -> None:
+    """Writes the attention over all keys from its parts over some each: `sum(part * e^lse) / sum(e^lse)`.
+
+    `parts` float32 `[N, T, Hq, D]` and `lse` float32 `[N, T, Hq]` as `paged_attention` writes them, part and token
+    strides free; `out` float32 `[T, Hq, D]`, token stride free, apart from the parts. NaN where no part saw a key,
+    since every token sees itself: somebody's blocks are missing. Raises ValueError for shapes that do not fit.
+    """
+    num_parts, num_tokens, num_heads, head_dim = parts_NTHD.shape
+    if (
+        num_parts < 1
+        or head_dim % 8
+        or lse_NTH.shape != parts_NTHD.shape[:3]
+        or out_THD.shape != parts_NTHD.shape[1:]
+        or parts_NTHD.stride()[2:] != (head_dim, 1)
+        or out_THD.stride()[1:] != (head_dim, 1)
+        or lse_NTH.stride(2) != 1
+        or not parts_NTHD.dtype == lse_NTH.dtype == out_THD.dtype == torch.float32
+    ):
+        raise ValueError(
+            f"parts [N, T, Hq, D], lse [N, T, Hq] and out [T, Hq, D] of float32 expected, got parts "
+            f"{tuple(parts_NTHD.shape)} strides {parts_NTHD.stride()}, lse {tuple(lse_NTH.shape)} strides "
+            f"{lse_NTH.stride()}, out {tuple(out_THD.shape)} strides {out_THD.stride()}: see merge_partials"
+        )
+    _native.merge_partials(
+        parts_NTHD.data_ptr(),
+        lse_NTH.data_ptr(),
+        out_THD.data_ptr(),
+        num_parts,
+        num_tokens,
+        num_heads,
+        head_dim,
+        *parts_NTHD.stride()[:2],
+        *lse_NTH.stride()[:2],
+        out_THD.stride(0),
+    )
+
+
+def merge_partials_reference(parts_NTHD: Tensor, lse_NTH: Tensor) -> Tensor:
+    """The same in plain torch on any device: returns `[T, Hq, D]` of the parts' type."""
+    weights_NTH = lse_NTH.double().softmax(0).to(parts_NTHD.dtype)
+    return (parts_NTHD * weights_NTH[..., None]).sum(0)
 
 
 def _check_heads(
@@ -121,6 +183,24 @@ def _check_batch(block_tables: Tensor, row_of_sequence: Tensor, query_start: Ten
         )
 
 
+def _check_part(q_THD: Tensor, lse_out: Tensor | None, places: Tensor | None) -> None:
+    if lse_out is not None and (
+        lse_out.shape != q_THD.shape[:2] or lse_out.stride(1) != 1 or lse_out.dtype != torch.float32
+    ):
+        raise ValueError(
+            f"lse_out float32 {tuple(q_THD.shape[:2])} with inner stride 1 expected, got {lse_out.dtype} "
+            f"{tuple(lse_out.shape)} strides {lse_out.stride()}"
+        )
+    if places is not None and (
+        lse_out is None or places.dtype != torch.int32 or not places.is_contiguous() or not places.numel()
+    ):
+        raise ValueError(
+            f"places int32 of at least one block, contiguous, and lse_out expected, got {places.dtype} "
+            f"{tuple(places.shape)} strides {places.stride()} and "
+            f"{'no lse_out: parts cannot be merged without' if lse_out is None else 'lse_out'}"
+        )
+
+
 def paged_attention_reference(
     q_THD: Tensor,
     k_pool: Tensor,
@@ -137,7 +217,40 @@ def paged_attention_reference(
     softcap: float | None = None,
 ) -> Tensor:
     """The same in plain torch and float64, with a gather: returns `[T, Hq, D]` float64."""
+    return paged_attention_and_lse_reference(
+        q_THD,
+        k_pool,
+        v_pool,
+        block_tables,
+        row_of_sequence,
+        query_start,
+        context_tokens,
+        kv_head_begin=kv_head_begin,
+        num_kv_heads=num_kv_heads,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+    )[0]
+
+
+def paged_attention_and_lse_reference(
+    q_THD: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    block_tables: Tensor,
+    row_of_sequence: Tensor,
+    query_start: Tensor,
+    context_tokens: Tensor,
+    *,
+    kv_head_begin: int,
+    num_kv_heads: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `paged_attention_reference`, and the log-sum-exps `[T, Hq]` float64."""
     out_THD = torch.empty(q_THD.shape, dtype=torch.float64)
+    lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float64)
     group = q_THD.shape[1] // num_kv_heads
     heads = slice(kv_head_begin, kv_head_begin + num_kv_heads)
     for sequence, row in enumerate(row_of_sequence.tolist()):
@@ -157,6 +270,7 @@ def paged_attention_reference(
         hidden_TC = key_C > position_T
         if window is not None:
             hidden_TC = hidden_TC | (key_C <= position_T - window)
-        weights_HTC = scores_HTC.masked_fill(hidden_TC, -torch.inf).softmax(-1)
-        out_THD[begin:end] = (weights_HTC @ v_HCD).transpose(0, 1)
-    return out_THD
+        scores_HTC = scores_HTC.masked_fill(hidden_TC, -torch.inf)
+        out_THD[begin:end] = (scores_HTC.softmax(-1) @ v_HCD).transpose(0, 1)
+        lse_TH[begin:end] = scores_HTC.logsumexp(-1).T
+    return out_THD, lse_TH

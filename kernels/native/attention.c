@@ -33,12 +33,15 @@ static void check_sequence(const Batch *b, int64_t i, Refusal *refusal) {
         REFUSE(refusal, "sequence %ld: context of %ld tokens, but %ld queries and a table for %ld tokens", i, context,
                end - begin, b->table_stride * BLOCK_SLOTS);
     } else {
-        int64_t oldest = context - (end - begin) + 1 - b->window;
+        int64_t oldest = context - (end - begin) + 1 - b->window, num_ids = b->places ? b->num_places : b->num_blocks;
         const int32_t *table = b->block_tables + row * b->table_stride;
         for (int64_t j = b->window && oldest > 0 ? oldest / BLOCK_SLOTS : 0; j * BLOCK_SLOTS < context; j++)
-            if (table[j] < 0 || table[j] >= b->num_blocks)
-                REFUSE(refusal, "sequence %ld: block %d at place %ld of table row %ld outside the pool's %ld blocks", i,
-                       table[j], j, row, b->num_blocks);
+            if (table[j] < 0 || table[j] >= num_ids)
+                REFUSE(refusal, "sequence %ld: block %d at place %ld of table row %ld outside the %ld of the %s", i,
+                       table[j], j, row, num_ids, b->places ? "table of places" : "pool");
+            else if (b->places && b->places[table[j]] >= b->num_blocks)
+                REFUSE(refusal, "sequence %ld: block %d has place %d, outside the pool's %ld blocks", i, table[j],
+                       b->places[table[j]], b->num_blocks);
     }
 }
 
@@ -51,7 +54,7 @@ static void check_batch(const Batch *b, Refusal *refusal) {
 
 static PyObject *paged_attention(PyObject *self, PyObject *const *items, Py_ssize_t count) {
     (void)self;
-    Arguments a = take_arguments("paged_attention", items, count, 23);
+    Arguments a = take_arguments("paged_attention", items, count, 27);
     Batch batch = {
         .q = address_at(&a, 0), .k_pool = address_at(&a, 1), .v_pool = address_at(&a, 2),
         .block_tables = address_at(&a, 3), .row_of_sequence = address_at(&a, 4), .query_start = address_at(&a, 5),
@@ -60,7 +63,8 @@ static PyObject *paged_attention(PyObject *self, PyObject *const *items, Py_ssiz
         .head_dim = int_at(&a, 12), .q_stride = int_at(&a, 13), .out_stride = int_at(&a, 14),
         .num_blocks = int_at(&a, 15), .num_pool_heads = int_at(&a, 16), .kv_head_begin = int_at(&a, 17),
         .num_table_rows = int_at(&a, 18), .table_stride = int_at(&a, 19), .window = int_at(&a, 20),
-        .scale = float_at(&a, 21), .softcap = float_at(&a, 22),
+        .scale = float_at(&a, 21), .softcap = float_at(&a, 22), .lse = address_at(&a, 23), .lse_stride = int_at(&a, 24),
+        .places = address_at(&a, 25), .num_places = int_at(&a, 26),
     };
     if (a.failed) return NULL;
     Refusal refusal = {{0}};
@@ -69,6 +73,22 @@ static PyObject *paged_attention(PyObject *self, PyObject *const *items, Py_ssiz
     if (refusal.text[0] == 0) attend_batch(&batch);
     Py_END_ALLOW_THREADS;
     return none_or_raise(&refusal);
+}
+
+static PyObject *merge_partials(PyObject *self, PyObject *const *items, Py_ssize_t count) {
+    (void)self;
+    Arguments a = take_arguments("merge_partials", items, count, 12);
+    Merge merge = {
+        .parts = address_at(&a, 0), .lse = address_at(&a, 1), .out = address_at(&a, 2), .num_parts = int_at(&a, 3),
+        .num_tokens = int_at(&a, 4), .num_heads = int_at(&a, 5), .head_dim = int_at(&a, 6),
+        .part_stride = int_at(&a, 7), .token_stride = int_at(&a, 8), .lse_part_stride = int_at(&a, 9),
+        .lse_token_stride = int_at(&a, 10), .out_stride = int_at(&a, 11),
+    };
+    if (a.failed) return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    (use_avx2() ? merge_parts_avx2 : merge_parts_portable)(&merge);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
 }
 
 // The core's own peak, for the bench to measure against: returns the flops done.
@@ -86,6 +106,7 @@ static PyObject *fma_rounds(PyObject *self, PyObject *rounds) {
 
 static PyMethodDef methods[] = {
     {"paged_attention", (PyCFunction)(void (*)(void))paged_attention, METH_FASTCALL, "See kernels/attention.py."},
+    {"merge_partials", (PyCFunction)(void (*)(void))merge_partials, METH_FASTCALL, "See kernels/attention.py."},
     {"fma_rounds", fma_rounds, METH_O, "fma_rounds(n) -> flops: n rounds of twelve independent vector FMAs."},
     {NULL, NULL, 0, NULL},
 };

@@ -7,13 +7,15 @@ enum { BLOCK_SLOTS = 16, PANEL_ROWS = 6, TILE_ROWS = 48, TILE_BLOCKS = 4, MAX_HE
 enum { TILE_KEYS = TILE_BLOCKS * BLOCK_SLOTS };
 enum { MAX_DIRECT_ROWS = 12 }; // measured: beyond, one transposition costs less than the sums across lanes
 
-// Shapes and names as in attention.py; strides in floats; window 0 and softcap 0 mean none.
+// Shapes and names as in attention.py; strides in floats; window 0, softcap 0, no lse and no places mean none.
 typedef struct {
     const float *q, *k_pool, *v_pool;
     const int32_t *block_tables, *row_of_sequence, *query_start, *context_tokens;
-    float *out;
+    float *out, *lse;
+    const int32_t *places; // of a block id in this rank's pool; below 0: another rank has it
     int64_t num_sequences, num_tokens, num_q_heads, num_kv_heads, head_dim, q_stride, out_stride;
     int64_t num_blocks, num_pool_heads, kv_head_begin, num_table_rows, table_stride, window;
+    int64_t lse_stride, num_places;
     float scale, softcap;
 } Batch;
 
@@ -23,6 +25,20 @@ typedef struct {
     const int32_t *table;
     int64_t kv_head, first_token, first_position, first_row, num_rows;
 } RowTile;
+
+// Up to four of the sequence's blocks that this rank has, in the order of their positions.
+typedef struct {
+    int64_t num_blocks, next; // the table's place after the last one looked at
+    int64_t block[TILE_BLOCKS], position[TILE_BLOCKS];
+} KeyTile;
+
+// Parts of one attention, [num_parts][num_tokens][num_heads][head_dim], and their log-sum-exps without the last axis.
+typedef struct {
+    const float *parts, *lse;
+    float *out;
+    int64_t num_parts, num_tokens, num_heads, head_dim;
+    int64_t part_stride, token_stride, lse_part_stride, lse_token_stride, out_stride;
+} Merge;
 
 // 140 KB, on the stack of the calling thread.
 typedef struct {
@@ -37,5 +53,7 @@ static inline int64_t group_of(const Batch *batch) { return batch->num_q_heads /
 
 void attend_rows_avx2(const RowTile *tile, Scratch *scratch);
 void attend_rows_portable(const RowTile *tile, Scratch *scratch);
+void merge_parts_avx2(const Merge *merge);
+void merge_parts_portable(const Merge *merge);
 int64_t spin_fma_avx2(int64_t rounds, float *out);
 int64_t spin_fma_portable(int64_t rounds, float *out);

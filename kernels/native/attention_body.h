@@ -14,8 +14,32 @@ INLINE int64_t row_offset(const RowTile *tile, int64_t row, int64_t stride) {
 
 INLINE const float *block_at(const RowTile *tile, const float *pool, int64_t block) {
     const Batch *b = tile->batch;
-    int64_t plane = tile->table[block] * b->num_pool_heads + b->kv_head_begin + tile->kv_head;
+    int64_t plane = block * b->num_pool_heads + b->kv_head_begin + tile->kv_head;
     return pool + plane * BLOCK_SLOTS * b->head_dim;
+}
+
+// The blocks from the table's place `next` on that this rank has, before `end`.
+INLINE KeyTile next_keys(const RowTile *tile, int64_t next, int64_t end) {
+    const int32_t *places = tile->batch->places;
+    KeyTile keys = {.num_blocks = 0};
+    for (; next < end && keys.num_blocks < TILE_BLOCKS; next++) {
+        int64_t block = places ? places[tile->table[next]] : tile->table[next];
+        if (block < 0) continue;
+        keys.position[keys.num_blocks] = next * BLOCK_SLOTS;
+        keys.block[keys.num_blocks++] = block;
+    }
+    keys.next = next;
+    return keys;
+}
+
+INLINE int64_t clamp(int64_t value, int64_t most) { return value < 0 ? 0 : value < most ? value : most; }
+
+// How many of the keys stand at positions before `end`: they are the first ones.
+INLINE int64_t keys_before(const RowTile *tile, const KeyTile *keys, int64_t end) {
+    if (!tile->batch->places) return clamp(end - keys->position[0], TILE_KEYS);
+    int64_t count = 0;
+    for (int64_t i = 0; i < keys->num_blocks; i++) count += clamp(end - keys->position[i], BLOCK_SLOTS);
+    return count;
 }
 
 INLINE void prefetch_floats(const float *from, int64_t num_floats) {
@@ -224,16 +248,15 @@ INLINE void begin_tile(const RowTile *tile, bool direct, Scratch *s) {
     memset(s->sums, 0, (size_t)(padded * dim) * sizeof(float));
 }
 
-// Keys from block `first` on: one tile of scores, softmax and values. [begin, end) are the positions any row sees.
-INLINE void attend_keys(const RowTile *tile, int64_t first, int64_t begin, int64_t end, bool direct, Scratch *s) {
+// One tile of scores, softmax and values; asks for the next one. [begin, end) are the positions any row sees.
+INLINE void attend_keys(const RowTile *tile, const KeyTile *now, const KeyTile *next, int64_t begin, int64_t end,
+                        bool direct, Scratch *s) {
     const Batch *b = tile->batch;
-    const int64_t dim = b->head_dim, rows = tile->num_rows, base = first * BLOCK_SLOTS, group = group_of(b);
-    const int64_t last = (end - 1) / BLOCK_SLOTS, left = last - first + 1;
-    const int64_t num_blocks = left < TILE_BLOCKS ? left : TILE_BLOCKS;
+    const int64_t dim = b->head_dim, rows = tile->num_rows, group = group_of(b);
     const float *values[TILE_BLOCKS];
-    for (int64_t i = 0; i < num_blocks; i++) {
-        const float *keys = block_at(tile, b->k_pool, first + i);
-        values[i] = block_at(tile, b->v_pool, first + i);
+    for (int64_t i = 0; i < now->num_blocks; i++) {
+        const float *keys = block_at(tile, b->k_pool, now->block[i]);
+        values[i] = block_at(tile, b->v_pool, now->block[i]);
         float *scores = s->scores + i * BLOCK_SLOTS;
         if (direct) {
             score_direct(rows, s->q, keys, dim, values[i], scores);
@@ -245,14 +268,14 @@ INLINE void attend_keys(const RowTile *tile, int64_t first, int64_t begin, int64
     }
     for (int64_t r = 0; r < rows; r++) {
         const int64_t seen = tile->first_position + (tile->first_row + r) / group + 1;
-        const int64_t oldest = b->window ? seen - b->window : 0;
-        s->decay[r] = soften_row(s->scores + r * TILE_KEYS, oldest > base ? oldest - base : 0, seen - base, b->softcap,
+        const int64_t oldest = b->window ? keys_before(tile, now, seen - b->window) : 0;
+        s->decay[r] = soften_row(s->scores + r * TILE_KEYS, oldest, keys_before(tile, now, seen), b->softcap,
                                  s->row_max + r, s->row_sum + r);
     }
     if (direct)
-        for (int64_t i = first + TILE_BLOCKS; i < first + 2 * TILE_BLOCKS && i <= last; i++)
-            prefetch_floats(block_at(tile, b->k_pool, i), BLOCK_SLOTS * dim);
-    const int64_t from = begin > base ? begin - base : 0, to = end - base < TILE_KEYS ? end - base : TILE_KEYS;
+        for (int64_t i = 0; i < next->num_blocks; i++)
+            prefetch_floats(block_at(tile, b->k_pool, next->block[i]), BLOCK_SLOTS * dim);
+    const int64_t from = keys_before(tile, now, begin), to = keys_before(tile, now, end);
     for (int64_t r = 0; r < rows; r += PANEL_ROWS)
         add_panel(rows - r, values, from, to, dim, s->decay + r, s->scores + r * TILE_KEYS, s->sums + r * dim);
 }
@@ -264,13 +287,41 @@ void PATH(attend_rows)(const RowTile *tile, Scratch *s) {
     const int64_t end = tile->first_position + (tile->first_row + tile->num_rows - 1) / group + 1;
     const int64_t first_seen = tile->first_position + tile->first_row / group + 1;
     const int64_t begin = b->window && first_seen > b->window ? first_seen - b->window : 0;
+    const int64_t end_block = (end + BLOCK_SLOTS - 1) / BLOCK_SLOTS;
     begin_tile(tile, direct, s);
-    for (int64_t first = begin / BLOCK_SLOTS; first * BLOCK_SLOTS < end; first += TILE_BLOCKS)
-        attend_keys(tile, first, begin, end, direct, s);
-    for (int64_t r = 0; r < tile->num_rows; r++) {
-        float *out = b->out + row_offset(tile, r, b->out_stride);
-        for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(s->sums + r * dim + d) / s->row_sum[r]);
+    for (KeyTile now = next_keys(tile, begin / BLOCK_SLOTS, end_block), next; now.num_blocks; now = next) {
+        next = next_keys(tile, now.next, end_block);
+        attend_keys(tile, &now, &next, begin, end, direct, s);
     }
+    for (int64_t r = 0; r < tile->num_rows; r++) {
+        float *out = b->out + row_offset(tile, r, b->out_stride), sum = s->row_sum[r];
+        if (b->lse) {
+            int64_t row = tile->first_row + r, head = tile->kv_head * group + row % group;
+            b->lse[(tile->first_token + row / group) * b->lse_stride + head] = s->row_max[r] + logf(sum);
+            if (sum == 0.0f) sum = 1.0f; // nothing seen here: zeros
+        }
+        for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(s->sums + r * dim + d) / sum);
+    }
+}
+
+// out = sum of parts * e^(lse - m) / sum of e^(lse - m), m the largest: weights in double, so that none adds an error.
+INLINE void merge_head(const Merge *m, const float *parts, const float *lse, float *out) {
+    double top = -INFINITY, sum = 0;
+    for (int64_t p = 0; p < m->num_parts; p++)
+        if (lse[p * m->lse_part_stride] > top) top = lse[p * m->lse_part_stride];
+    for (int64_t p = 0; p < m->num_parts; p++) sum += exp(lse[p * m->lse_part_stride] - top);
+    for (int64_t p = 0; p < m->num_parts; p++) {
+        const float *part = parts + p * m->part_stride, weight = (float)(exp(lse[p * m->lse_part_stride] - top) / sum);
+        for (int64_t d = 0; d < m->head_dim; d += LANES)
+            store(out + d, p ? load(out + d) + load(part + d) * weight : load(part + d) * weight);
+    }
+}
+
+void PATH(merge_parts)(const Merge *m) {
+    for (int64_t t = 0; t < m->num_tokens; t++)
+        for (int64_t h = 0; h < m->num_heads; h++)
+            merge_head(m, m->parts + t * m->token_stride + h * m->head_dim, m->lse + t * m->lse_token_stride + h,
+                       m->out + t * m->out_stride + h * m->head_dim);
 }
 
 // Twelve independent chains: the core's peak. Returns the flops done; out keeps them from being left out.

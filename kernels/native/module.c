@@ -33,7 +33,7 @@ PyMODINIT_FUNC PyInit__native(void) {
     PyObject *module = PyModule_Create(&definition);
     if (module == NULL) return NULL;
     if (add_linear(module) || add_attention(module) || add_elementwise(module) || add_sampling(module) ||
-        add_collectives(module)) {
+        add_collectives(module) || add_reshard(module)) {
         Py_DECREF(module);
         return NULL;
     }

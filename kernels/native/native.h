@@ -11,6 +11,7 @@ int add_attention(PyObject *module);
 int add_elementwise(PyObject *module);
 int add_sampling(PyObject *module);
 int add_collectives(PyObject *module);
+int add_reshard(PyObject *module);
 
 // True where AVX2, FMA and F16C may be used. FLIPMESH has no environment switches, so a test that wants the portable path
 // calls force_portable(True) from Python.
