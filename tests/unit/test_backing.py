@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.worker import host_pages
 from services.worker.backing import Backing, BackingError, MissingMemoryError, whole_pieces
 from services.worker.host_pages import HostPages
 from tests.unit.memory_stand import MIB, PIECE, Device, plenty, shared_memory_bytes, small_disk
@@ -81,8 +82,10 @@ def test_the_margin_is_refused_before_anything_changes() -> None:
     assert backing.back(0, 6 * PIECE) == 0, "nothing new is asked for, so nothing can be missing"
 
 
-def test_a_full_system_changes_nothing(tiny_disk: Path) -> None:
+@pytest.mark.parametrize("step_bytes", [PIECE, host_pages.PROVIDE_STEP_BYTES])
+def test_a_full_system_changes_nothing(tiny_disk: Path, monkeypatch: pytest.MonkeyPatch, step_bytes: int) -> None:
     """Free memory was counted wrongly: the system itself refuses, in the middle of the second run."""
+    monkeypatch.setattr(host_pages, "PROVIDE_STEP_BYTES", step_bytes)
     fd = os.open(tiny_disk / "pool", os.O_RDWR | os.O_CREAT, 0o600)
     backing = Backing("pool", HostPages("pool", 2 * MIB, fd, PIECE), plenty, 0)
     os.close(fd)

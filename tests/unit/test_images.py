@@ -9,7 +9,8 @@ import torch
 
 from services.core.ids import LayoutKind
 from services.worker.backing import MissingMemoryError
-from services.worker.cold_image import ColdForm, ColdImage
+from services.worker.chunks import chunk_checksums
+from services.worker.cold_image import ColdForm, ColdImage, OnPart
 from services.worker.images import (
     ImageBrokenError,
     ImageBusyError,
@@ -263,6 +264,30 @@ def test_a_full_disk_keeps_the_image_in_memory_and_says_so(stand: Stand, monkeyp
     assert image.settle(WAIT_S) and image.state is ImageState.READY
     assert image.kept_reason is not None and "1000 are free on its disk: the image stays in memory" in image.kept_reason
     assert isinstance(stand.refill.refill(TP, 0, 0), Refilled)
+
+
+def test_a_disk_that_lies_keeps_the_image_in_memory(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was written is read back before the memory goes."""
+    image, write = stand.images[TP], ColdImage.write
+
+    def written_wrongly(cold: ColdImage, content: memoryview, sums: tuple[int, ...], on_part: OnPart) -> None:
+        write(cold, content, sums, on_part)
+        corrupt(cold.path, cold.form.image_offset + 3)
+
+    monkeypatch.setattr(ColdImage, "write", written_wrongly)
+    image.spill()
+    assert image.settle(WAIT_S) and image.state is ImageState.READY
+    assert image.kept_reason is not None and "not read back as it was written" in image.kept_reason
+    assert isinstance(stand.refill.refill(TP, 0, 0), Refilled)
+
+
+def test_a_whole_file_with_other_bytes_is_not_taken(stand: Stand) -> None:
+    image = spilled(stand, TP)
+    other = BYTES[TP].flip(0).clone()
+    image._cold.write(other.numpy().data, chunk_checksums(other, checksum, CHUNK))
+    with pytest.raises(ImageBrokenError, match="whole but not the one that was written"):
+        stand.refill.refill(TP, WAIT_S, 0)
+    assert stand.holds(PP)
 
 
 def test_without_memory_a_cold_image_stays_cold(stand: Stand) -> None:
