@@ -119,7 +119,15 @@ class Checks:
         else:
             self.num_abandoned += 1
         if "in time" in reason and not any(fault.is_patience for _, fault in self._faults):
-            raise InvariantError("convergence", f"nobody was stopped, and a flip is {outcome.value}: {reason}")
+            raise InvariantError(
+                "convergence", f"nobody was stopped, and a flip is {outcome.value}: {reason}; {self.waits}"
+            )
+
+    @property
+    def waits(self) -> str:
+        """Which rank is in what."""
+        run = self._group.scheduler.run
+        return "no generation" if run is None else self._planes[run.fence.generation].waits
 
     def on_thaw(self, run: "Run", flip: "PendingFlip") -> None:
         """Nothing changed hands while the flip was pending."""

@@ -41,6 +41,16 @@ class Link:
         self.num_held = 0
         """Sent and not yet taken."""
 
+    @property
+    def waits(self) -> list[str]:
+        """Who is stuck in it."""
+        waits = []
+        if self._blocked is not None:
+            waits.append(f"{self._sender.name} in the send of step {self._blocked[0]}")
+        if self._awaited is not None:
+            waits.append(f"{self._receiver.name} in the receive of step {self._awaited}")
+        return waits
+
     def send(self, sequence: int, payload: Any) -> object:
         """Puts one message in, or waits for room."""
         if self.num_held >= self._capacity:
@@ -99,6 +109,14 @@ class DataPlane:
     def num_held(self) -> int:
         """Messages sent and not consumed."""
         return sum(link.num_held for link in self.links)
+
+    @property
+    def waits(self) -> str:
+        """Which rank is in what, for a failure that says who waits for whom."""
+        waits = [wait for link in self.links for wait in link.waits]
+        waits += [f"rank-{rank} in group operation {key}" for key, ranks in self._joined.items() for rank in ranks]
+        waits += [f"rank-{r} awaits the ids of step {s}" for r, s in enumerate(self._awaits) if s is not None]
+        return ", ".join(waits) or "nobody waits for a rank"
 
     def join(self, rank: Rank, key: GroupKey, value: Any) -> object:
         """Enters a group operation; done when all have, with their values by rank."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from services.core.flip import FlipProtocolError
 from services.core.log_follower import ProtocolError
-from tests.sim.space import ALL_CRASHES, Scope, Space
+from tests.sim.space import Space
+from tests.sim.space_state import ALL_CRASHES, Scope
 from tests.sim.world import InvariantError
 
 MAX_STATES = 50_000_000

@@ -209,4 +209,6 @@ class RouterProcess(Process):
         """Nobody waits any more."""
         for client in self.clients:
             if not client.is_over:
-                raise InvariantError("wedge", f"{client.asked.name} waits for ever after {client.text!r}")
+                raise InvariantError(
+                    "wedge", f"{client.asked.name} waits for ever after {client.text!r}; {self.group.checks.waits}"
+                )

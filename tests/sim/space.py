@@ -8,9 +8,8 @@ what they said is heard rank by rank: such events commute.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from services.core.flip import (
     AssembleReceived,
@@ -19,7 +18,6 @@ from services.core.flip import (
     DeadlineReached,
     DisarmReceived,
     EnterReceived,
-    FlipDeadlines,
     FlipOutcome,
     JournalEnter,
     RankLost,
@@ -29,7 +27,7 @@ from services.core.flip import (
 )
 from services.core.flip_coordinator import CoordinatorState, FlipCoordinator
 from services.core.flip_participant import FlipParticipant, ParticipantState
-from services.core.ids import Epoch, FlipId, Generation, LayoutKind, Rank, Sequence
+from services.core.ids import Epoch, FlipId, Generation, Rank, Sequence
 from services.core.log_follower import FIRST_EPOCH, LogState
 from services.core.step import AbandonEntry, CommitEntry, Entry, FlipEntry, LogEntry, ResetEntry
 from services.mover.attempts import decide_again
@@ -37,99 +35,20 @@ from services.mover.early import EarlyEvents
 from services.mover.journal import Armed, Concluded, Entered, FlipKey, Record
 from tests.sim.mover import event_of
 from tests.sim.space_rank import PLAN_HASH, Interned, RankMoves, RankState, checked, reborn, unlinked, withdrawing
-
-Key = tuple[int, ...]
-
-DEADLINES = FlipDeadlines(park_ns=1, presence_ns=1, data_plane_ns=1, max_rounds=2)
-
-ALL_CRASHES = frozenset({"rank", "mover", "scheduler", "unlink", "absent"})
-
-
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """How much may happen."""
-
-    num_ranks: int = 3
-    num_flips: int = 2
-    num_crashes: int = 1
-    crashes: frozenset[str] = frozenset({"rank", "mover", "scheduler"})
-    """Also "unlink", a rank's stream to the mover; "absent", a mover that is too slow for the scheduler."""
-    num_slips: int = 0
-    slips: frozenset[str] = frozenset({"refused", "failed", "broken", "withdraw"})
-    """What ranks may do of themselves."""
-    num_expiries: int = 0
-    """Clocks that expire although nothing is amiss."""
-    has_hops: bool = False
-    """Whether a rank's loop hears of what its thread did after a while."""
-
-
-class Scheduler(NamedTuple):
-    """The authority; its numbers outlive it."""
-
-    is_up: bool = True
-    generation: Generation = Generation(0)
-    is_serving: bool = False
-    epoch: Epoch = FIRST_EPOCH
-    sequence: Sequence = Sequence(0)
-    kind: LayoutKind = LayoutKind.PP
-    last_id: FlipId = FlipId(0)
-    is_pending: bool = False
-    question: str | FlipOutcome = "idle"
-    """Of the pending flip: idle, sent, open, broken, or the answer on its way."""
-    is_lost: bool = False
-    """A rank is gone, which it does not know yet."""
-
-
-class Mover(NamedTuple):
-    """One attempt at a time, and the journal that outlives it."""
-
-    is_up: bool = True
-    key: FlipKey | None = None
-    state: CoordinatorState = CoordinatorState.ARMED
-    round: int = 0
-    journal: tuple[Record, ...] = ()
-    """The last record of each attempt."""
-    left: tuple[tuple[FlipKey, str], ...] = ()
-    """Questions whose scheduler has gone, which it does not know yet: sent or open."""
-
-
-class Budget(NamedTuple):
-    """What may still go wrong, and which flips may still be made."""
-
-    flips: int
-    crashes: int
-    slips: int
-    expiries: int
-
-
-class GroupState(NamedTuple):
-    """Everything."""
-
-    scheduler: Scheduler
-    mover: Mover
-    budget: Budget
-    ranks: tuple[RankState, ...]
-
-
-@dataclass(slots=True)
-class OneJournal:
-    """The records of a state, for the rule that reads and writes them."""
-
-    records: list[Record] = field(default_factory=list)
-
-    def last(self, key: FlipKey) -> Record | None:
-        """Of one attempt."""
-        return next((record for record in self.records if record.key == key), None)
-
-    def append(self, record: Record) -> None:
-        """One outcome for each attempt, once and for all."""
-        last = self.last(record.key)
-        checked(
-            "one outcome",
-            not isinstance(last, Concluded) or last == record,
-            lambda: f"{last} is followed by {record}",
-        )
-        self.records = sorted([*(r for r in self.records if r.key != record.key), record], key=lambda r: r.key)
+from tests.sim.space_state import (
+    DEADLINES,
+    Budget,
+    GroupState,
+    Key,
+    Mover,
+    OneJournal,
+    Scheduler,
+    Scope,
+    flip_of,
+    put,
+    tell,
+    with_rank,
+)
 
 
 class Space:
@@ -314,11 +233,11 @@ class Space:
         early = self._early()
         for place, rank in enumerate(state.ranks):
             for generation, effect in rank.early:
-                early.keep((Generation(generation), _flip_of(effect)), event_of(Rank(place), effect))
+                early.keep((Generation(generation), flip_of(effect)), event_of(Rank(place), effect))
         events = early.take(key)
         kept = {early_key for early_key, _ in early._events}
         ranks = tuple(
-            rank._replace(early=tuple(said for said in rank.early if (said[0], _flip_of(said[1])) in kept))
+            rank._replace(early=tuple(said for said in rank.early if (said[0], flip_of(said[1])) in kept))
             for rank in state.ranks
         )
         state = state._replace(mover=mover, ranks=ranks)
@@ -370,11 +289,11 @@ class Space:
                 self._check_enter(state, key, round_number)
                 return self._record(state, Entered(key, round_number)) if self._journals_enter else state
             case SendAssemble(round_number):
-                return _tell(state, key, AssembleReceived(key[1], round_number))
+                return tell(state, key, AssembleReceived(key[1], round_number))
             case SendEnter(round_number):
-                return _tell(state, key, EnterReceived(key[1], round_number))
+                return tell(state, key, EnterReceived(key[1], round_number))
             case SendDisarm():
-                return _tell(state, key, DisarmReceived(key[1]))
+                return tell(state, key, DisarmReceived(key[1]))
             case Conclude():
                 concluded = Concluded(key, effect.outcome, "")
                 return self._answered(self._record(state, concluded), concluded)
@@ -399,22 +318,22 @@ class Space:
         moves, who = self._rank, f"rank {place}"
         if rank.has_log and not rank.is_log_open:
             for is_heard in (True, False) if rank.is_linked and rank.to_mover else (True,):
-                yield f"{who} sees its log end", _with(state, place, reborn(rank, is_heard=is_heard))
+                yield f"{who} sees its log end", with_rank(state, place, reborn(rank, is_heard=is_heard))
         if rank.to_mover and state.mover.is_up:
             yield f"mover hears {who}: {rank.to_mover[0]}", self._hear(state, place, rank)
         if rank.to_loop:
             for after in moves.hop(rank):
-                yield f"{who} hears {rank.to_loop[0]}", _with(state, place, after)
+                yield f"{who} hears {rank.to_loop[0]}", with_rank(state, place, after)
         if rank.from_mover:
             self._check_told(state, rank)
             for after in moves.obey(rank):
-                yield f"{who} obeys {rank.from_mover[0]}", _with(state, place, after)
+                yield f"{who} obeys {rank.from_mover[0]}", with_rank(state, place, after)
         if rank.queue:
             for after in moves.execute(rank, "well"):
-                yield f"{who} executes {rank.queue[0]}", _with(state, place, after)
+                yield f"{who} executes {rank.queue[0]}", with_rank(state, place, after)
         if state.mover.is_up and not rank.is_linked and not rank.to_mover:
             for after in moves.connect(rank):
-                yield f"{who} is linked", _with(state, place, after)
+                yield f"{who} is linked", with_rank(state, place, after)
 
     def _check_told(self, state: GroupState, rank: RankState) -> None:
         generation, command = rank.from_mover[0]
@@ -430,16 +349,16 @@ class Space:
     def _hear(self, state: GroupState, place: int, rank: RankState) -> GroupState:
         said, rank = rank.to_mover[0], rank._replace(to_mover=rank.to_mover[1:])
         if said is None:
-            state = state._replace(ranks=_put(state.ranks, place, rank._replace(early=(), is_linked=False)))
+            state = state._replace(ranks=put(state.ranks, place, rank._replace(early=(), is_linked=False)))
             return self._feed(state, RankLost(Rank(place), ""))
         generation, effect = said
-        if isinstance(effect, tuple) and state.mover.state is not CoordinatorState.ENTERED:
-            if (generation, *effect[1:]) == rank.present_in:
-                # Heard in time: nobody may count on it in this round any more.
-                rank = rank._replace(present_in=(0, FlipId(0), 0))
-        if state.mover.key != (generation, _flip_of(effect)):
-            return _with(state, place, rank._replace(early=(*rank.early, said)))
-        state = state._replace(ranks=_put(state.ranks, place, rank))
+        is_in_time = isinstance(effect, tuple) and state.mover.state is not CoordinatorState.ENTERED
+        if is_in_time and (generation, *effect[1:]) == rank.present_in:
+            # Nobody may count on it in this round any more.
+            rank = rank._replace(present_in=(0, FlipId(0), 0))
+        if state.mover.key != (generation, flip_of(effect)):
+            return with_rank(state, place, rank._replace(early=(*rank.early, said)))
+        state = state._replace(ranks=put(state.ranks, place, rank))
         return self._feed(state, event_of(Rank(place), effect))
 
     # What goes wrong.
@@ -463,9 +382,9 @@ class Space:
                 is_flip = isinstance(item, LogEntry) and isinstance(item.entry, FlipEntry)
                 if is_flip if kind == "refused" else not isinstance(item, LogEntry):
                     for after in self._rank.execute(rank, kind):
-                        yield f"rank {place}: {kind}", _with(state, place, after)
+                        yield f"rank {place}: {kind}", with_rank(state, place, after)
             if "withdraw" in kinds and rank.is_linked and rank.tables.state is ParticipantState.PRESENT:
-                yield f"rank {place} withdraws", _with(state, place, withdrawing(rank))
+                yield f"rank {place} withdraws", with_rank(state, place, withdrawing(rank))
 
     def _crashes(self, state: GroupState) -> Iterator[tuple[str, GroupState]]:
         kinds, s, mover = self.scope.crashes, state.scheduler, state.mover
@@ -480,12 +399,12 @@ class Space:
             yield "scheduler gives the mover up", self._conclude(self._leave(state), FlipOutcome.ABANDONED)
         for place, rank in enumerate(state.ranks):
             if "unlink" in kinds and rank.is_linked:
-                yield f"rank {place} unlinked", _with(state, place, unlinked(rank, is_seen=False))
+                yield f"rank {place} unlinked", with_rank(state, place, unlinked(rank, is_seen=False))
             if "rank" in kinds:
                 is_noticed = rank.is_log_open or s.is_lost
                 hurt = state._replace(scheduler=s._replace(is_lost=is_noticed))
                 for is_heard in (True, False):
-                    yield f"rank {place} dies", _with(hurt, place, reborn(rank, is_heard=is_heard))
+                    yield f"rank {place} dies", with_rank(hurt, place, reborn(rank, is_heard=is_heard))
 
     def _mover_dies(self, state: GroupState, scheduler: Scheduler) -> GroupState:
         if scheduler.question in ("sent", "open"):
@@ -522,24 +441,3 @@ class Space:
                 s.epoch == FIRST_EPOCH + self.scope.num_flips,
                 lambda: f"nothing went wrong, and {s.epoch - FIRST_EPOCH} flips of {self.scope.num_flips} committed",
             )
-
-
-def _flip_of(said: Any) -> FlipId:
-    return FlipId(said[1] if isinstance(said, tuple) else said.flip_id)
-
-
-def _tell(state: GroupState, key: FlipKey, command: Any) -> GroupState:
-    """To every rank that is linked."""
-    ranks = tuple(
-        r._replace(from_mover=(*r.from_mover, (int(key[0]), command))) if r.is_linked and None not in r.to_mover else r
-        for r in state.ranks
-    )
-    return state._replace(ranks=ranks)
-
-
-def _put(ranks: tuple[RankState, ...], place: int, rank: RankState) -> tuple[RankState, ...]:
-    return (*ranks[:place], rank, *ranks[place + 1 :])
-
-
-def _with(state: GroupState, place: int, rank: RankState) -> GroupState:
-    return state._replace(ranks=_put(state.ranks, place, rank))

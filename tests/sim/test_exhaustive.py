@@ -6,8 +6,7 @@ from services.core.flip_coordinator import FlipCoordinator
 from services.core.flip_participant import FlipParticipant
 from services.mover.early import EarlyEvents
 from tests.sim.exhaustive import Explored, explore
-from tests.sim.space import ALL_CRASHES, Scope, Space
-from tests.sim.specimens import (
+from tests.sim.faults_flip import (
     BoundParticipant,
     DeafCoordinator,
     EagerParticipant,
@@ -16,6 +15,8 @@ from tests.sim.specimens import (
     StaleQuorum,
     StandingMark,
 )
+from tests.sim.space import Space
+from tests.sim.space_state import ALL_CRASHES, Scope
 
 
 def whole(scope: Scope) -> Explored:

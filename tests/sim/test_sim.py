@@ -1,12 +1,18 @@
 """Schedules that break nothing, seeds that replay, and each fault put back found among seeds that the tree survives."""
 
 import re
+from dataclasses import replace
 from random import Random
 
 import pytest
 
+from services.core.step import LogEntry
 from services.router.sessions import Choice
 from tests.sim.case import draw_case
+from tests.sim.focuses import nobody_is_hurt
+from tests.sim.group import SHIPPED
+from tests.sim.old_ranks import GatedRank, OwingRank
+from tests.sim.rank import RankProcess
 from tests.sim.run import run_seed, run_seeds
 from tests.sim.specimens import SPECIMENS, Specimen
 from tests.sim.world import TAIL_EVENTS, Channel, Process, World
@@ -30,10 +36,28 @@ def test_a_fault_put_back_is_found(specimen: Specimen) -> None:
         _, failure = run_seed(seed, specimen.parts, focus=specimen.focus)
         if failure is not None:
             assert failure.violation.invariant in specimen.invariants, failure.text()
+            assert re.search(specimen.says, failure.violation.text), failure.text()
             _, shipped = run_seed(seed, focus=specimen.focus)
             assert shipped is None, shipped.text()
             return
     pytest.fail(f"not found among seeds {specimen.seeds}")
+
+
+class PayingRank(OwingRank):
+    """Sends late, and before it parks all the same."""
+
+    def holds_back(self, entry: LogEntry) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("rank", [PayingRank, GatedRank])
+def test_what_old_ranks_share_is_not_what_breaks_them(rank: type[RankProcess]) -> None:
+    committed = 0
+    for seed in range(40):
+        group, failure = run_seed(seed, replace(SHIPPED, rank=rank), focus=nobody_is_hurt)
+        assert failure is None, failure.text()
+        committed += group.checks.num_committed
+    assert committed > 40
 
 
 @pytest.mark.parametrize("seed", [0, 7, 36, 53])

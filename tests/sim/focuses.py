@@ -1,0 +1,66 @@
+"""What a drawn case is aimed at: moments and loads that chance alone meets too rarely."""
+
+from dataclasses import replace
+
+from services.core.ids import TokenId
+from tests.sim.case import MS, US, Case, Fault, Odds
+
+
+def mover_dies_at_enter(case: Case) -> Case:
+    """Its journal holds ENTER, and ranks may not have heard it."""
+    return replace(case, faults=(Fault(0, "crash", "mover", moment="entered"),), eager_flips=3, is_shared=False)
+
+
+def links_break_as_flips_follow_each_other(case: Case) -> Case:
+    """The mover calls an attempt off while the outcome of the one before is still on its way to a slow rank."""
+    faults = tuple(Fault(0, "unlink", f"rank-{case.num_ranks - 1}", moment="armed") for _ in range(6))
+    return replace(case, faults=faults, odds=Odds(refuse=0.3), eager_flips=8, slow_share=0.3)
+
+
+def everybody_withdraws(case: Case) -> Case:
+    """A rank that is present takes it back at once."""
+    return replace(case, odds=Odds(withdraw=1.0), control=(10 * US, 100 * US), faults=())
+
+
+def nothing_fits(case: Case) -> Case:
+    """Some rank refuses, and nobody is hurt."""
+    return replace(case, odds=Odds(refuse=0.5), faults=(), eager_flips=2)
+
+
+def rows_are_exchanged(case: Case) -> Case:
+    """Each layout has its own pool, so ranks meet in a flip; nobody is hurt."""
+    return replace(case, is_shared=False, faults=(), odds=Odds(), eager_flips=2)
+
+
+def nobody_is_hurt(case: Case) -> Case:
+    """No fault, no odds: flips alone."""
+    return replace(case, faults=(), odds=Odds(), eager_flips=3)
+
+
+def slow_stages(case: Case) -> Case:
+    """Stages that are far apart in speed, behind links of one message."""
+    slowness = tuple(1.0 + 3.0 * (rank == 0) for rank in range(case.num_ranks))
+    return replace(nobody_is_hurt(case), slowness=slowness, link_capacity=1)
+
+
+def scheduler_dies_as_flips_follow_each_other(case: Case) -> Case:
+    """Its next life makes flips as well."""
+    faults = (Fault(0, "crash", "scheduler", moment="concluded"),)
+    return replace(case, faults=faults, odds=Odds(), eager_flips=3)
+
+
+def indexes_change_hands(case: Case) -> Case:
+    """Few places, many who come and go."""
+    limits = replace(case.limits, max_resident_requests=2, max_queued_requests=12, steps_ahead=3)
+    asked = tuple(
+        replace(asked, name=f"r{number}", max_output_tokens=1 + number % 4, abort_ns=(3 * MS if number % 2 else None))
+        for number, asked in enumerate(case.asked * 3)
+    )
+    return replace(case, limits=limits, asked=asked)
+
+
+def one_prompt_of_whole_blocks(case: Case) -> Case:
+    """Everybody asks the same, and the pool has one block more than the prompt."""
+    limits = replace(case.limits, num_blocks=4, max_context_tokens=64)
+    prompt = tuple(TokenId(1 + place % 5) for place in range(48))
+    return replace(case, limits=limits, asked=tuple(replace(asked, prompt=prompt) for asked in case.asked))
