@@ -2,6 +2,9 @@
 PYTHON ?= python3
 # Where pip shall look for torch first: an address of CPU wheels spares gigabytes of CUDA (see README).
 TORCH_INDEX ?=
+# Of the simulator: how many schedules, and the first one's number.
+SEEDS ?= 3000
+FIRST ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -10,11 +13,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 BUILT := $(wildcard protos/flipmesh/*/v1/*.proto kernels/native/*.c kernels/native/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help install fetch serve test check fix protos bench clean
+.PHONY: help install fetch serve test sim check fix protos bench clean
 
 help:
 	@echo "make serve   set up, fetch the default model, serve it on http://127.0.0.1:8000"
 	@echo "make test    set up and run the tests"
+	@echo "make sim     simulated schedules of the flip, SEEDS of them from FIRST on"
 	@echo "make check   lint, types, import contracts, bounds"
 	@echo "make fix     format, and mend what the linter can"
 	@echo "make bench   figures of this machine: kernels, then the whole mesh"
@@ -43,6 +47,9 @@ serve: fetch
 
 test: fetch
 	@$(BIN)/pytest -m "not slow and not gpu"
+
+sim: $(INSTALLED)
+	@$(BIN)/python -m tests.sim.run --seeds $(SEEDS) --first $(FIRST)
 
 check: $(INSTALLED)
 	@$(BIN)/ruff format --check -q . && $(BIN)/ruff check -q . && $(BIN)/mypy && $(BIN)/lint-imports --no-cache && \

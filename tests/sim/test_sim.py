@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -124,3 +125,56 @@ def test_a_stopped_process_hears_everything_later_and_a_dead_one_nothing() -> No
 def test_the_router_core_is_the_shipped_one() -> None:
     group, _ = run_seed(0)
     assert all(type(client.choice) is Choice for client in group.router.clients)
+
+
+# The page that says what finds what.
+
+PAGE = Path(__file__).parents[2] / "docs" / "flip.md"
+FAULTS = [
+    "A",
+    "B",
+    "C",
+    "D",
+    "E",
+    "F",
+    "G",
+    "H",
+    "I",
+    "J1",
+    "J2",
+    "J3,K",
+    "L",
+    "M",
+    "N",
+    "O",
+    "P",
+    "Q",
+    "R",
+    "S",
+    "T",
+    "U",
+    "V",
+    "W",
+    "X",
+    "Y",
+    "Z1",
+    "Z2",
+    "Z3",
+    "Z4",
+    "Z5",
+    "Z6",
+    "Z7",
+    "Z8",
+]
+
+
+def test_the_page_names_what_finds_each_fault() -> None:
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.read_text("utf-8").splitlines()]
+    table = {row[0].replace(" ", ""): row[3] for row in rows if len(row) == 5 and row[0].replace(" ", "") in FAULTS}
+    assert list(table) == FAULTS
+    named = {fault for specimen in SPECIMENS for fault in re.findall(r"\(([A-Z][\d, A-Z]*)\)$", specimen.name)}
+    for fault, found_by in table.items():
+        if found_by.startswith("specimen "):
+            assert fault in {name.replace(" ", "") for name in named}, found_by
+        for file in re.findall(r"`(\w+\.py)`", found_by):
+            assert list(PAGE.parents[1].glob(f"tests/*/{file}")), file
