@@ -62,6 +62,15 @@ class Finding:
         return self.capacity is not None and self.capacity.num_blocks >= 2
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One process of the running mesh."""
+
+    pss_bytes: int
+    pool_bytes: int
+    """Of the KV pool it maps; 0: none."""
+
+
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds `budget` to the command line."""
     parser = subparsers.add_parser("budget", help="whether a model fits, how many KV tokens, and what binds")
@@ -88,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     host = HostMemoryReader().read()
     machine = machine_of(arguments, settings, host)
     asked = asked_of(arguments, settings, others_bytes(arguments, host, measured))
-    model = _model(arguments.model or settings.model.path or settings.model.name)
+    model = priced_model(arguments.model or settings.model.path or settings.model.name)
     findings = [find(replace(asked, mode=mode), model, machine) for mode in MemoryMode]
     chosen = next(finding for finding in findings if finding.mode is asked.mode)
     if arguments.json:
@@ -143,11 +152,11 @@ def asked_of(arguments: argparse.Namespace, settings: Settings, others: int = 0)
     )
 
 
-def others_bytes(arguments: argparse.Namespace, host: HostMemory, measured: dict[str, int]) -> int:
+def others_bytes(arguments: argparse.Namespace, host: HostMemory, measured: dict[str, Measured]) -> int:
     """What others hold here; of a host that is only described, nobody knows."""
     if arguments.host_memory is not None:
         return 0
-    return max(0, host.limit_bytes - host.left_bytes - sum(measured.values()))
+    return max(0, host.limit_bytes - host.left_bytes - sum(process.pss_bytes for process in measured.values()))
 
 
 def machine_of(arguments: argparse.Namespace, settings: Settings, host: HostMemory) -> Machine:
@@ -184,7 +193,8 @@ def _ceilings(arguments: argparse.Namespace, host: HostMemory) -> list[Ceiling]:
     return found
 
 
-def _model(reference: str | Path) -> Model:
+def priced_model(reference: str | Path) -> Model:
+    """What prices need of a model; raises ConfigurationError where it cannot be opened."""
     files = open_model(reference)
     return Model(files.geometry, files.tensors, sum(len(buffer) for buffer in files.buffers))
 
@@ -200,14 +210,20 @@ def find(asked: Asked, model: Model, machine: Machine) -> Finding:
     return Finding(asked.mode, ledger, ledger.capacity(machine.budgets, machine.ceilings))
 
 
-async def _measured(config: Path | None) -> dict[str, int]:
-    """PSS of the processes that run, by name."""
+async def _measured(config: Path | None) -> dict[str, Measured]:
+    """The processes that run, by name."""
     async with mesh_client(config) as client:
         answers: Answers = await ask_all(client)
-    return {name: answer.memory_bytes for name, answer in answers.items() if not isinstance(answer, str)}
+    return {
+        name: Measured(answer.memory_bytes, answer.worker.pool_bytes)
+        for name, answer in answers.items()
+        if not isinstance(answer, str)
+    }
 
 
-def as_json(findings: list[Finding], chosen: Finding, machine: Machine, measured: dict[str, int]) -> dict[str, Any]:
+def as_json(
+    findings: list[Finding], chosen: Finding, machine: Machine, measured: dict[str, Measured]
+) -> dict[str, Any]:
     """One document; sizes in bytes."""
     return {
         "kind": machine.kind,
@@ -219,7 +235,7 @@ def as_json(findings: list[Finding], chosen: Finding, machine: Machine, measured
         "ranks": [] if chosen.ledger is None else [_terms(chosen.ledger, rank) for rank in _ranks(chosen.ledger)],
         "host": {} if chosen.ledger is None else {term.name: term.num_bytes for term in chosen.ledger.host_terms},
         "equalising_kv_tokens": equalising(chosen, machine),
-        "measured_pss_bytes": measured,
+        "measured_pss_bytes": {name: process.pss_bytes for name, process in measured.items()},
     }
 
 
@@ -260,7 +276,7 @@ def equalising(finding: Finding, machine: Machine) -> list[int] | None:
 
 
 def as_tables(
-    findings: list[Finding], chosen: Finding, machine: Machine, measured: dict[str, int]
+    findings: list[Finding], chosen: Finding, machine: Machine, measured: dict[str, Measured]
 ) -> list[Table | str]:
     """Modes, then the terms of the one that was asked for, then its processes if they run."""
     tables: list[Table | str] = [_modes_table(findings, chosen), _advice(chosen)]
@@ -310,13 +326,17 @@ def _terms_table(ledger: Ledger) -> Table:
     return table
 
 
-def _measured_table(ledger: Ledger, measured: dict[str, int]) -> Table:
-    """A rank's estimate is for its largest step; pages are backed when first touched."""
-    table = _table("process", "estimated, without pool", "measured (PSS)")
-    for name, num_bytes in measured.items():
+def _measured_table(ledger: Ledger, measured: dict[str, Measured]) -> Table:
+    """A rank's estimate is for its largest step and a full pool; pages are backed when first touched."""
+    table = _table("process", "estimated", "with its full pool", "measured (PSS)")
+    num_sharing = len(ledger.ranks) if ledger.mode is MemoryMode.SHARED else 1
+    for name, process in measured.items():
         rank = name.removeprefix("worker-")
-        estimate = _mib(ledger.ranks[int(rank)].fixed_bytes) if rank.isdecimal() else ""
-        table.add_row(name, estimate, _mib(num_bytes))
+        estimates = ["", ""]
+        if rank.isdecimal():
+            fixed = ledger.ranks[int(rank)].fixed_bytes
+            estimates = [_mib(fixed), _mib(fixed + process.pool_bytes // num_sharing)]
+        table.add_row(name, *estimates, _mib(process.pss_bytes))
     return table
 
 

@@ -8,6 +8,7 @@ memory cannot be dropped and does not. Standard library only.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,10 @@ from services.mesh.errors import ConfigurationError
 
 _NAMES = MappingProxyType({1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")})
 """(limit, use) by version."""
+MACHINE_LINES = 3
+"""Of /proc/meminfo: MemTotal, MemFree and MemAvailable, since Linux 3.14."""
+MAX_FILE_BYTES = 65_536
+"""Of these files, each of which the kernel gives in one read: the longest met has 5 KB."""
 MAX_LEVELS = 32
 """Control groups from a process up to the root: a deeper tree is a loop or a mistake."""
 
@@ -95,7 +100,7 @@ class HostMemoryReader:
         Raises:
             ConfigurationError: the kernel does not say what is available.
         """
-        machine = _fields(self._meminfo)
+        machine = _fields(self._meminfo, MACHINE_LINES)
         if "MemAvailable" not in machine or "MemTotal" not in machine:
             raise ConfigurationError(f"{self._meminfo} has no MemAvailable: set pool.num_blocks or pool.kv_bytes")
         total = machine["MemTotal"]
@@ -146,10 +151,10 @@ def _read_group(directory: Path, version: int, total_bytes: int) -> CgroupMemory
     return CgroupMemory(str(directory), version, int(limit), int(used), int(droppable))
 
 
-def _fields(path: Path) -> dict[str, int]:
+def _fields(path: Path, max_lines: int | None = None) -> dict[str, int]:
     """`Name: N kB` lines, in bytes."""
     fields = {}
-    for line in _lines(path):
+    for line in _lines(path)[:max_lines]:
         name, _, rest = line.partition(":")
         words = rest.split()
         if len(words) == 2 and words[1] == "kB" and words[0].isdecimal():
@@ -158,8 +163,14 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Empty where the file is absent or may not be read."""
+    """Empty where the file is absent or may not be read. By descriptor: a text file object costs four times as much."""
     try:
-        return path.read_text("ascii", "replace").splitlines()
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return []
+    try:
+        return os.read(descriptor, MAX_FILE_BYTES).decode("ascii", "replace").splitlines()
+    except OSError:
+        return []
+    finally:
+        os.close(descriptor)

@@ -16,8 +16,9 @@ import torch
 from kernels import _native
 from kernels.shm_region import HEADER, MAGIC, RegionLayout, RegionShape, ShmRegion
 from services.core.ids import LayoutKind, Rank
-from services.core.layout import Layout
+from services.core.layout import Layout, LayoutError
 from services.core.ledger import Ledger
+from services.formats.geometry import ModelGeometry
 from services.formats.gguf import GgufMetadata
 from services.mesh.errors import ConfigurationError
 from services.mesh.model_files import ModelFiles, open_model
@@ -25,6 +26,9 @@ from services.mesh.settings import Settings
 from services.worker.collectives import Carrier, ShmCarrier
 from services.worker.layouts import both_layouts, cut_within_blocks, shard_units
 from services.worker.ledger_report import priced
+from services.worker.private.dual_memory import MAX_CHUNK_BYTES, dual_memory, least_message_bytes
+from services.worker.private.row_mover import MoveBounds
+from services.worker.rank_memory import RankMemory, SharedMemory
 from services.worker.ring import RingWriter
 from services.worker.runner import MAX_UNREAD_STEPS, Runner, RunnerLimits
 from services.worker.weights import WeightStore
@@ -44,7 +48,7 @@ class Rig:
 
     rank: Rank
     files: ModelFiles
-    store: WeightStore
+    memory: RankMemory
     layouts: Mapping[LayoutKind, Layout]
     carrier: Carrier
     runner: Runner
@@ -77,17 +81,42 @@ def build_rig(settings: Settings, rank: Rank, fds: Mapping[str, int], ring: Ring
     ledger = priced(settings, files)
     units = shard_units(files.geometry, files.tensors)
     layouts = both_layouts(units, group.num_ranks, group.pp_layers, group.tp_weights)
-    cut = cut_within_blocks(files.geometry, files.tensors, layouts.values())
-    store = WeightStore(files, fds["weights"], cut)
-    num_expanded = store.expand(rank, group.num_ranks)
-    carrier = open_carrier(settings, rank, fds["flags"], files.geometry.hidden_size)
-    runner = Runner(rank, files.geometry, store, layouts, carrier, fds["pool"], runner_limits(settings, files), ring)
+    carrier = open_carrier(settings, rank, fds["flags"], files.geometry)
+    memory, num_expanded = rank_memory(settings, rank, fds, files, layouts, carrier)
+    runner = Runner(rank, files.geometry, memory, layouts, carrier, runner_limits(settings, files), ring)
     settle()
     boot_ns = time.perf_counter_ns() - began_ns
-    return Rig(rank, files, store, layouts, carrier, runner, boot_ns, num_expanded, ledger)
+    return Rig(rank, files, memory, layouts, carrier, runner, boot_ns, num_expanded, ledger)
 
 
-def open_carrier(settings: Settings, rank: Rank, flags_fd: int, hidden_size: int) -> Carrier:
+def rank_memory(
+    settings: Settings,
+    rank: Rank,
+    fds: Mapping[str, int],
+    files: ModelFiles,
+    layouts: Mapping[LayoutKind, Layout],
+    carrier: Carrier,
+) -> tuple[RankMemory, int]:
+    """Weights and pools as the mode keeps them, and how many tensors this rank expanded for all.
+
+    Raises:
+        ConfigurationError: a layout cuts a tensor where it cannot be cut.
+    """
+    geometry = files.geometry
+    if settings.group.mode == "dual":
+        message_bytes = region_shape(settings, geometry).max_message_bytes
+        bounds = MoveBounds(min(MAX_CHUNK_BYTES, message_bytes), settings.deadlines.collective_s)
+        try:
+            return dual_memory(files, layouts, carrier, bounds), 0
+        except LayoutError as error:
+            raise ConfigurationError(f"[group] does not fit this model: {error}") from error
+    cut = cut_within_blocks(geometry, files.tensors, layouts.values())
+    store = WeightStore(files, fds["weights"], cut)
+    num_expanded = store.expand(rank, settings.group.num_ranks)
+    return SharedMemory(store, fds["pool"], geometry), num_expanded
+
+
+def open_carrier(settings: Settings, rank: Rank, flags_fd: int, geometry: ModelGeometry) -> Carrier:
     """The data plane that the settings name.
 
     Raises:
@@ -95,7 +124,7 @@ def open_carrier(settings: Settings, rank: Rank, flags_fd: int, hidden_size: int
     """
     group = settings.group
     if group.carrier == "shm":
-        return ShmCarrier(open_region(flags_fd, region_shape(settings, hidden_size)), rank)
+        return ShmCarrier(open_region(flags_fd, region_shape(settings, geometry)), rank)
     # Only here: torch's distributed package costs a start that does not use it half a second.
     from services.worker.gloo_carrier import GlooBounds, GlooCarrier
     from services.worker.rendezvous import meet
@@ -123,11 +152,14 @@ def num_valid_ids(files: ModelFiles) -> int:
     return vocab_size
 
 
-def region_shape(settings: Settings, hidden_size: int) -> RegionShape:
-    """The data plane's sizes, the same on every rank because they follow from the configuration alone."""
+def region_shape(settings: Settings, geometry: ModelGeometry) -> RegionShape:
+    """The data plane's sizes, the same on every rank because they follow from configuration and model alone."""
+    message_bytes = settings.scheduler.max_batch_rows * geometry.hidden_size * FLOAT_BYTES
+    if settings.group.mode != "shared":
+        message_bytes = max(message_bytes, least_message_bytes(geometry))
     return RegionShape(
         num_ranks=settings.group.num_ranks,
-        max_message_bytes=settings.scheduler.max_batch_rows * hidden_size * FLOAT_BYTES,
+        max_message_bytes=message_bytes,
         max_rows=settings.scheduler.max_resident_requests,
         num_board_steps=2 * MAX_UNREAD_STEPS,
     )

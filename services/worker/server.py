@@ -101,7 +101,7 @@ class WorkerServer(WorkerServiceServicer):
         worker.generation, worker.epoch = follower.generation or 0, follower.epoch or 0
         if follower.state is not LogState.AWAITING_RESET and follower.sequence is not None:
             worker.last_sequence = follower.sequence
-        worker.weights_bytes = self._rig.store.file_bytes + self._rig.store.expanded_bytes
+        worker.weights_bytes = self._rig.memory.weights_bytes
         worker.pool_bytes = runner.pool.num_bytes if runner.pool is not None else 0
         worker.mode = self._shell.settings.group.mode
         worker.compute_ns_total, worker.wait_ns_total = runner.compute_ns, runner.waited_ns
@@ -153,8 +153,7 @@ async def _boot(shell: Shell, rank: Rank) -> Rig | None:
         digest=rig.files.digest,
         boot_ms=rig.boot_ns // 1_000_000,
         expanded=rig.num_expanded,
-        file_bytes=rig.store.file_bytes,
-        expanded_bytes=rig.store.expanded_bytes,
+        weights_bytes=rig.memory.weights_bytes,
         **{kind.value: rig.layouts[kind].shares[rank] for kind in rig.layouts},
     )
     shell.log.info("memory", **memory_line(rig.ledger, rank))

@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.table import Table
 
 from services.mesh.errors import ConfigurationError
+from services.mesh.memory_plan import asked_by
+from services.mesh.settings import load_settings
 from tests.unit.gguf_bytes import GgufBytes
 from tests.unit.small_model import METADATA, gguf_tensors
 from tools import budget
-from tools.budget import parse_bytes
+from tools.budget import Machine, Measured, as_tables, find, parse_bytes, priced_model
 
 GIB = 2**30
 
@@ -132,3 +135,20 @@ def test_the_table_has_every_term(
     for term in ("process context", "activations", "resident table", "weights, mapped by all ranks", "kv_tokens that"):
         assert term in printed
     assert "shared: rank 1 binds; to raise it, raise the memory budget of rank 1" in printed
+
+
+def test_estimates_stand_beside_what_processes_take(model: Path) -> None:
+    asked = asked_by(load_settings(model.parent / "mesh.toml"))
+    found = find(asked, priced_model(model), Machine("cpu", (GIB, GIB), ()))
+    assert found.ledger is not None
+    measured = {"router": Measured(60 * 2**20, 0), "worker-1": Measured(300 * 2**20, 64 * 2**20)}
+    table = as_tables([found], found, Machine("cpu", None, ()), measured)[-1]
+    assert isinstance(table, Table)
+    columns = [list(column.cells) for column in table.columns]
+    fixed = found.ledger.ranks[1].fixed_bytes / 2**20
+    assert columns == [
+        ["router", "worker-1"],
+        ["", f"{fixed:,.1f} MiB"],
+        ["", f"{fixed + 32:,.1f} MiB"],
+        ["60.0 MiB", "300.0 MiB"],
+    ]

@@ -16,7 +16,16 @@ from services.mesh.log import Log
 from services.mesh.log_files import PatientOutput
 from services.mesh.log_line import Level
 from services.mesh.metrics import Metrics
-from services.sentinel.corridor import MIB, Corridor, CorridorWatch, sample_of
+from services.sentinel.corridor import (
+    IDLE_EVERY_S,
+    MIB,
+    QUIET_SAMPLES,
+    SAMPLE_EVERY_S,
+    Corridor,
+    CorridorWatch,
+    Pace,
+    sample_of,
+)
 from services.sentinel.diagnose import VerdictKind
 from services.sentinel.memory_ring import CAPACITY, FILE_BYTES, MemoryRing, MemorySample, read_samples
 from services.sentinel.rings import RingReader
@@ -99,6 +108,14 @@ async def test_the_sentinel_says_it_once_and_lists_it_while_it_stands(tmp_path: 
         assert sentinel.look(4) == []
         log.close()
     assert (tmp_path / "out").read_text().count("verdict kind=corridor") == 1
+
+
+def test_samples_are_rare_only_once_every_rank_is_quiet() -> None:
+    pace = Pace()
+    assert {pace.after(MemorySample(5, 1)) for _ in range(50)} == {SAMPLE_EVERY_S}, "boot: no rank has begun"
+    assert [pace.after(sample(9)) for _ in range(QUIET_SAMPLES)] == [SAMPLE_EVERY_S] * QUIET_SAMPLES
+    assert [pace.after(sample(left)) for left in (9, 1)] == [IDLE_EVERY_S] * 2
+    assert pace.after(sample(9, epoch=2)) == SAMPLE_EVERY_S
 
 
 def test_no_floor_is_never_broken() -> None:
