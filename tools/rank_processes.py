@@ -25,6 +25,7 @@ from services.worker.boot import open_region, settle
 from services.worker.collectives import ShmCarrier
 from services.worker.execution import Answer
 from services.worker.layouts import both_layouts, cut_within_blocks, shard_units
+from services.worker.rank_memory import SharedMemory
 from services.worker.runner import MAX_UNREAD_STEPS, Runner, RunnerLimits
 from services.worker.weights import WeightStore
 
@@ -143,4 +144,5 @@ def _build(spec: GroupSpec, rank: Rank, fds: dict[str, int]) -> Runner:
         num_board_steps=2 * MAX_UNREAD_STEPS,
     )
     carrier = ShmCarrier(open_region(fds["flags"], shape), rank)
-    return Runner(rank, files.geometry, store, layouts, carrier, fds["pool"], spec.limits)
+    memory = SharedMemory(store, fds["pool"], files.geometry)
+    return Runner(rank, files.geometry, memory, layouts, carrier, spec.limits)

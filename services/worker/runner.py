@@ -26,13 +26,13 @@ from services.formats.geometry import ModelGeometry
 from services.worker.batch import Batch, make_batch
 from services.worker.collectives import Carrier
 from services.worker.holders import Held, LayoutHolder, switch_all
-from services.worker.kv_cache import KvPool
+from services.worker.kv_cache import Pool
 from services.worker.model.stage import Stage, StageSpec, build_stage
-from services.worker.participation import FlipAnswer, Parked, Resumed, Switched, Worked
+from services.worker.participation import FlipAnswer, Parked, Resumed, Switched, Worked, WorkLost
+from services.worker.rank_memory import RankMemory, work_on
 from services.worker.resident import Int32s, Int64s, ResidentLimits, ResidentTable, Rows
 from services.worker.ring import RingWriter
 from services.worker.sampler import Sampled, Sampler
-from services.worker.weights import WeightStore
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -93,6 +93,7 @@ class ActiveLayout:
 
     layouts: Mapping[LayoutKind, Layout]
     stages: Mapping[LayoutKind, Stage]
+    pools: Mapping[LayoutKind, Pool]
     held: Held
 
     @property
@@ -109,6 +110,11 @@ class ActiveLayout:
     def stage(self) -> Stage:
         """What this rank computes."""
         return self.stages[self.held[0]]
+
+    @property
+    def pool(self) -> Pool:
+        """Where this rank's rows are."""
+        return self.pools[self.held[0]]
 
     def switch(self, kind: LayoutKind, epoch: Epoch) -> None:
         """The other set of views; no byte moves."""
@@ -136,18 +142,17 @@ class Runner:
         self,
         rank: Rank,
         geometry: ModelGeometry,
-        store: WeightStore,
+        memory: RankMemory,
         layouts: Mapping[LayoutKind, Layout],
         carrier: Carrier,
-        pool_fd: int,
         limits: RunnerLimits,
         ring: RingWriter | None = None,
     ) -> None:
         self._rank, self._geometry, self._layouts = rank, geometry, layouts
-        self._carrier, self._pool_fd, self._limits = carrier, pool_fd, limits
+        self._carrier, self._memory, self._limits = carrier, memory, limits
         self._clock = WaitClock()
         self._stages: dict[LayoutKind, Stage] = {
-            kind: build_stage(self._spec(layout), store) for kind, layout in layouts.items()
+            kind: build_stage(self._spec(layout), memory.weights(kind)) for kind, layout in layouts.items()
         }
         self._sampler = Sampler(limits.num_valid_ids)
         self._ring = ring
@@ -158,7 +163,6 @@ class Runner:
         self.holders: list[LayoutHolder] = []
         """What is switched by a COMMIT besides the stage."""
         self.follower = LogFollower()
-        self.pool: KvPool | None = None
         self.resident: ResidentTable | None = None
         self._unread: deque[_Unread] = deque()
         self._digest = bytes(DIGEST_BYTES)
@@ -178,6 +182,11 @@ class Runner:
 
     def _all_reduce(self, partial: Tensor, purpose: Purpose) -> None:
         self._clock.timed(self._carrier.all_reduce, partial, deadline_s=self._limits.deadline_s, purpose=purpose)
+
+    @property
+    def pool(self) -> Pool | None:
+        """Of the layout in force; None before RESET."""
+        return None if self._active is None else self._active.pool
 
     @property
     def waited_ns(self) -> int:
@@ -210,31 +219,30 @@ class Runner:
             raise
         return None
 
-    def work(self, flip_id: FlipId) -> Worked:
+    def work(self, flip_id: FlipId) -> Worked | WorkLost:
         """Read, seam, write and verify of a flip, between FLIP and its outcome.
 
-        In shared mode the bytes of both layouts are where they are: what is left is to see that the target's stage is
-        there. Raises `ProtocolError` outside a flip.
+        Raises `ProtocolError` outside a flip.
         """
-        began_unix_ns, began_ns = time.time_ns(), time.perf_counter_ns()
+        began_unix_ns = time.time_ns()
         flip = self.follower.flip
         if flip is None or flip.flip_id != flip_id:
             raise ProtocolError(f"work for flip {flip_id}, parked for {flip.flip_id if flip else 'none'}")
         assert self.follower.sequence is not None
         self._record(RecordKind.FLIP_WORK, self.follower.sequence)
         assert flip.target in self._stages, "both layouts' stages are built at start"
-        verify_ns = time.perf_counter_ns() - began_ns
+        answer = work_on(self._memory, flip, began_unix_ns)
         self._record(RecordKind.FLIP_DONE, self.follower.sequence)
-        return Worked(flip_id, began_unix_ns, 0, 0, 0, verify_ns, bytes_moved=0, rows_moved=0)
+        return answer
 
     def _park(self, flip: FlipEntry, sequence: Sequence) -> None:
         """Every earlier step is done; takes what is still to be taken, so that all channels are empty."""
         assert self.resident is not None
         self._apply_tokens(self.resident, sequence)
+        plan = self._memory.plan(flip)
         self._record(RecordKind.PARKED, sequence)
-        self.notice(
-            Parked(flip.flip_id, self._times.last_end_unix_ns, time.time_ns(), fits=True, refusal="", plan_hash=0)
-        )
+        parked_unix_ns, last_end = time.time_ns(), self._times.last_end_unix_ns
+        self.notice(Parked(flip.flip_id, last_end, parked_unix_ns, not plan.refusal, plan.refusal, plan.hash))
 
     def _commit(self, commit: CommitEntry, sequence: Sequence) -> None:
         assert self._active is not None
@@ -279,9 +287,9 @@ class Runner:
                 max_batch_tokens=limits.max_batch_tokens,
             )
         )
-        self.pool = KvPool(self._pool_fd, geometry, reset.num_blocks)
+        pools = self._memory.open_pools(reset.num_blocks)
         assert self.follower.epoch is not None
-        self._active = ActiveLayout(self._layouts, self._stages, (reset.layout, self.follower.epoch))
+        self._active = ActiveLayout(self._layouts, self._stages, pools, (reset.layout, self.follower.epoch))
         assert self.follower.sequence is not None
         self._record(RecordKind.RESET, self.follower.sequence)
         return Opened(reset.num_blocks)
@@ -340,7 +348,6 @@ class Runner:
         self._digest = chain.digest()
 
     def _run(self, active: ActiveLayout, batch: Batch, sequence: Sequence) -> None:
-        assert self.pool is not None
         layout, stage = active.layout, active.stage
         last = layout.num_ranks - 1
         piped = layout.kind is LayoutKind.PP
@@ -351,7 +358,7 @@ class Runner:
         else:
             stage.embed(batch)
         self._record(RecordKind.LAYERS_ENTERED, sequence)
-        stage.layers(batch, self.pool)
+        stage.layers(batch, active.pool)
         if piped and self._rank < last:
             self._record(RecordKind.HIDDEN_SENT, sequence, key=self._rank + 1)
             timed(self._carrier.send, hidden, self._rank + 1, sequence, deadline_s=deadline_s, purpose=purpose)

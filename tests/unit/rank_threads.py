@@ -18,11 +18,16 @@ from services.mesh.model_files import ModelFiles
 from services.worker.collectives import ShmCarrier
 from services.worker.execution import Answer
 from services.worker.layouts import both_layouts, cut_within_blocks, shard_units
+from services.worker.private.dual_memory import dual_memory
+from services.worker.private.row_mover import MoveBounds
+from services.worker.rank_memory import RankMemory, SharedMemory
 from services.worker.runner import MAX_UNREAD_STEPS, Runner, RunnerLimits
 from services.worker.weights import WeightStore
 from tools.log_driver import LogDriver
 
 DEADLINE_S = 20.0
+CHUNK_BYTES = 20_000
+"""Of a flip's messages: few blocks of the tiny model, so that every leg is several."""
 LIMITS = RunnerLimits(max_resident_requests=8, max_batch_tokens=256, num_valid_ids=131, deadline_s=DEADLINE_S)
 
 
@@ -72,6 +77,7 @@ def group_of(
     pp_layers: Sequence[int] | None = None,
     tp_weights: Sequence[float] | None = None,
     limits: RunnerLimits = LIMITS,
+    mode: str = "shared",
 ) -> Iterator[Group]:
     """Runners of one group, ready for RESET; all threads have ended on the way out."""
     units = shard_units(files.geometry, files.tensors)
@@ -86,10 +92,15 @@ def group_of(
     region, weights_fd, pool_fd = ShmRegion.create(shape), os.memfd_create("weights"), os.memfd_create("pool")
     ranks, carriers = [], []
     for rank in range(num_ranks):
-        store = WeightStore(files, weights_fd, cut)
-        store.expand(rank, num_ranks)
         carriers.append(ShmCarrier(region, rank))
-        runner = Runner(Rank(rank), files.geometry, store, layouts, carriers[-1], pool_fd, limits)
+        memory: RankMemory
+        if mode == "dual":
+            memory = dual_memory(files, layouts, carriers[-1], MoveBounds(CHUNK_BYTES, limits.deadline_s))
+        else:
+            store = WeightStore(files, weights_fd, cut)
+            store.expand(rank, num_ranks)
+            memory = SharedMemory(store, pool_fd, files.geometry)
+        runner = Runner(Rank(rank), files.geometry, memory, layouts, carriers[-1], limits)
         ranks.append(RankThread(runner))
     try:
         yield Group(ranks, LogDriver(ranks), LogitsTap(ranks[-1].runner), region)

@@ -18,9 +18,8 @@ from kernels.elementwise import rms_norm, rope_and_store, rope_table, silu_mul
 from kernels.linear import Matrix, multiply, take_rows
 from services.formats.geometry import RopePairing
 from services.worker.batch import Batch
-from services.worker.kv_cache import KvPool
-from services.worker.model.stage import StageSpec
-from services.worker.weights import WeightStore
+from services.worker.kv_cache import Pool
+from services.worker.model.stage import StageSpec, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class LayerWeights:
     ffn: FfnWeights | None
 
 
-def load_layer(store: WeightStore, spec: StageSpec, index: int) -> LayerWeights:
+def load_layer(store: Weights, spec: StageSpec, index: int) -> LayerWeights:
     """Views of one layer for this share; no byte is copied but the norms'."""
     geometry, share, prefix = spec.geometry, spec.share, f"layers.{index}."
     heads, kv_heads = share.heads.times(geometry.head_dim), share.kv_heads.times(geometry.head_dim)
@@ -96,12 +95,12 @@ def _view(buffer: Tensor, num_tokens: int, width: int) -> Tensor:
 class LlamaStage:
     """One rank's share under one layout."""
 
-    def __init__(self, spec: StageSpec, store: WeightStore) -> None:
+    def __init__(self, spec: StageSpec, store: Weights) -> None:
         geometry, share = spec.geometry, spec.share
         self._spec = spec
-        self._embedding = store.matrix("token_embd")
+        self._embedding = store.matrix("token_embd") if share.layers.begin == 0 else None
         self._layers = tuple(load_layer(store, spec, index) for index in range(share.layers.begin, share.layers.end))
-        self._output_norm = store.vector("output_norm")
+        self._output_norm = store.vector("output_norm") if share.has_head else None
         self._head = store.matrix("output", rows=share.vocab) if share.has_head else None
         divisors = torch.tensor(geometry.rope_divisors, dtype=torch.float64)
         self._rope = rope_table(geometry.head_dim, geometry.rope_theta, spec.max_context_tokens, divisors)
@@ -113,9 +112,10 @@ class LlamaStage:
 
     def embed(self, batch: Batch) -> None:
         """Begins the residual stream from the ids."""
+        assert self._embedding is not None, "the residual stream begins where the first layer is"
         take_rows(self._embedding, batch.input_ids, self.hidden(batch.num_tokens))
 
-    def layers(self, batch: Batch, pool: KvPool) -> None:
+    def layers(self, batch: Batch, pool: Pool) -> None:
         """Runs this share's layers."""
         step = _Step(self._spec, self._buffers, self._rope, batch)
         for layer in self._layers:
@@ -126,7 +126,7 @@ class LlamaStage:
         """[N, this share's vocabulary rows]."""
         rows = self.hidden(batch.num_tokens).index_select(0, batch.sampled_tokens)
         out = torch.empty((batch.num_sampled, len(self._spec.share.vocab)))
-        if self._head is not None:
+        if self._head is not None and self._output_norm is not None:
             rms_norm(rows, self._output_norm, self._spec.geometry.norm_epsilon, rows)
             multiply(rows, self._head, out)
         return out
@@ -149,7 +149,7 @@ class _Step:
         self.scale = dim**-0.5
         self.interleaved = geometry.rope_pairing is RopePairing.INTERLEAVED
 
-    def attend(self, layer: LayerWeights, pool: KvPool) -> None:
+    def attend(self, layer: LayerWeights, pool: Pool) -> None:
         """Attention and its output projection, summed into the residual stream."""
         weights, batch, share = layer.attention, self.batch, self.spec.share
         if weights is None:
@@ -160,6 +160,7 @@ class _Step:
         multiply(self.normed, weights.k, self.k)
         multiply(self.normed, weights.v, self.v)
         keys, values = pool.keys[layer.index], pool.values[layer.index]
+        kv_head_begin = share.kv_heads.begin - pool.first_kv_head
         rope_and_store(
             self.q_heads,
             self.k_heads,
@@ -169,7 +170,7 @@ class _Step:
             self.rope,
             keys,
             values,
-            kv_head_begin=share.kv_heads.begin,
+            kv_head_begin=kv_head_begin,
             interleaved=self.interleaved,
         )
         paged_attention(
@@ -181,7 +182,7 @@ class _Step:
             batch.query_start,
             batch.context_tokens,
             self.attended_heads,
-            kv_head_begin=share.kv_heads.begin,
+            kv_head_begin=kv_head_begin,
             num_kv_heads=len(share.kv_heads),
             scale=self.scale,
         )
@@ -209,6 +210,6 @@ class _Step:
         self.spec.reduce(self.hidden, purpose)
 
 
-def build(spec: StageSpec, store: WeightStore) -> LlamaStage:
+def build(spec: StageSpec, store: Weights) -> LlamaStage:
     """The stage of one share."""
     return LlamaStage(spec, store)

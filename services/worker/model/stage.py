@@ -11,11 +11,11 @@ from typing import Protocol
 from torch import Tensor
 
 from kernels.collective_status import Purpose
-from services.core.layout import RankShare
+from kernels.linear import Matrix
+from services.core.layout import RankShare, Span
 from services.formats.geometry import ModelGeometry
 from services.worker.batch import Batch
-from services.worker.kv_cache import KvPool
-from services.worker.weights import WeightStore
+from services.worker.kv_cache import Pool
 
 Reduce = Callable[[Tensor, Purpose], None]
 """Sums a contiguous float32 tensor over the ranks, in place; does nothing where this rank's sum is the whole."""
@@ -35,6 +35,16 @@ class StageSpec:
     """Positions that the rotary table covers."""
 
 
+class Weights(Protocol):
+    """Where a stage finds its share's matrices and vectors, by canonical name (tensor_places)."""
+
+    def matrix(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> Matrix:
+        """The part of a matrix that a share holds; the whole by default."""
+
+    def vector(self, name: str) -> Tensor:
+        """[columns] float32."""
+
+
 class Stage(Protocol):
     """A rank's part of the model, with activations preallocated for the largest step."""
 
@@ -44,14 +54,14 @@ class Stage(Protocol):
     def embed(self, batch: Batch) -> None:
         """Begins the residual stream from the ids."""
 
-    def layers(self, batch: Batch, pool: KvPool) -> None:
+    def layers(self, batch: Batch, pool: Pool) -> None:
         """Runs this share's layers over the residual stream; keys and values of the batch go to the pool first."""
 
     def logits(self, batch: Batch) -> Tensor:
         """[N, this share's vocabulary rows] float32, for the sampled rows alone; overwritten by the next call."""
 
 
-def build_stage(spec: StageSpec, store: WeightStore) -> Stage:
+def build_stage(spec: StageSpec, store: Weights) -> Stage:
     """The stage of the architecture's own module."""
     module = importlib.import_module(f"services.worker.model.{spec.geometry.architecture.value}")
     stage: Stage = module.build(spec, store)

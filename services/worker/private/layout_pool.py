@@ -1,0 +1,42 @@
+"""One layout's KV pool of one rank, in memory of its own: the layers and heads of its share, all blocks.
+
+Block ids are the scheduler's, so that a row has the same id in both layouts' pools. Order in memory, outermost first:
+layer, keys then values, block, KV head, slot, element; float32. A fresh pool reads as zero and takes memory when it is
+first touched. A share without heads or layers has no bytes.
+"""
+
+import torch
+
+from kernels.reshard import Planes
+from services.core.ids import BLOCK_SLOTS
+from services.core.layout import Span
+from services.worker.private.private_bytes import private_bytes
+
+FLOAT_BYTES = 4
+
+
+class LayoutPool:
+    """`keys[layer]` and `values[layer]` by the model's layer: [num_blocks, own heads, 16, head_dim] float32."""
+
+    def __init__(self, layers: Span, kv_heads: Span, head_dim: int, num_blocks: int) -> None:
+        self.layers, self.kv_heads, self.num_blocks = layers, kv_heads, num_blocks
+        shape = (len(layers), 2, num_blocks, len(kv_heads), BLOCK_SLOTS, head_dim)
+        self.num_bytes = torch.Size(shape).numel() * FLOAT_BYTES
+        planes = private_bytes(self.num_bytes).view(torch.float32).view(shape)
+        own = range(layers.begin, layers.end)
+        self.keys = {layer: planes[layer - layers.begin, 0] for layer in own}
+        self.values = {layer: planes[layer - layers.begin, 1] for layer in own}
+
+    @property
+    def first_kv_head(self) -> int:
+        """The model's head at place 0 of a plane."""
+        return self.kv_heads.begin
+
+    def planes(self, layers: Span) -> Planes:
+        """Keys and values of these layers, in the order in which both sides of a leg name them."""
+        own = range(layers.begin, layers.end)
+        return Planes.of([side[layer] for layer in own for side in (self.keys, self.values)])
+
+    def own_heads(self, heads: Span) -> Span:
+        """The model's heads as places in a plane."""
+        return Span(heads.begin - self.kv_heads.begin, heads.end - self.kv_heads.begin)

@@ -1,0 +1,55 @@
+"""A leg of rows in parts of bounded size, the same parts on both of its ends.
+
+Pure. A part has some layers and some of the runs' blocks, all heads of the leg; a block of one layer is never cut. The
+leg's parts, one after the other, are all of it once.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from services.core.ids import BlockId
+from services.core.kv_reshard import BlockRuns, Leg
+from services.core.layout import Span
+
+
+@dataclass(frozen=True, slots=True)
+class LegChunk:
+    """One message's worth of a leg."""
+
+    layers: Span
+    heads: Span
+    runs: BlockRuns
+    num_bytes: int
+
+
+def leg_chunks(leg: Leg, head_block_bytes: int, max_bytes: int) -> Iterator[LegChunk]:
+    """Yields a leg's parts of at most `max_bytes`, and at least one block of one layer.
+
+    `head_block_bytes`: of one block of one head in one layer, keys and values.
+    """
+    unit_bytes = len(leg.heads) * head_block_bytes
+    if not unit_bytes:
+        return
+    num_layers = max(1, min(len(leg.layers), max_bytes // unit_bytes))
+    for begin in range(leg.layers.begin, leg.layers.end, num_layers):
+        layers = Span(begin, min(begin + num_layers, leg.layers.end))
+        block_bytes = len(layers) * unit_bytes
+        for runs in _split(leg.runs, max(1, max_bytes // block_bytes)):
+            yield LegChunk(layers, leg.heads, runs, sum(length for _, length in runs) * block_bytes)
+
+
+def _split(runs: BlockRuns, max_blocks: int) -> Iterator[BlockRuns]:
+    """Yields the same blocks in parts of `max_blocks`, the last one shorter."""
+    part: list[tuple[BlockId, int]] = []
+    room = max_blocks
+    for first, length in runs:
+        begin, end = int(first), first + length
+        while begin < end:
+            taken = min(end - begin, room)
+            part.append((BlockId(begin), taken))
+            begin, room = begin + taken, room - taken
+            if not room:
+                yield tuple(part)
+                part, room = [], max_blocks
+    if part:
+        yield tuple(part)

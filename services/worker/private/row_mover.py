@@ -1,0 +1,239 @@
+"""Moves a flip's live KV rows from one pool to the other, between ranks over the carrier and within the rank.
+
+Each pair of ranks meets once (tournament) and exchanges parts of bounded size (leg_chunks), both ways in step: a rank
+sends one part ahead of what it takes, so that two messages a direction are in flight at most and neither of two
+partners waits for room while the other does. The source pool is read and never written, the destination is nobody's
+until COMMIT: a flip that fails has lost nothing. Sums of both ends are compared over the group afterwards, counts of
+messages as well.
+
+Never decides which rows, and never switches. No memory is taken while a flip runs but small objects for each part.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kernels.checksum import WORD_BYTES, join_checksums
+from kernels.collective_status import AbortReason, Purpose
+from kernels.reshard import Planes, Runs, pack_and_sum, scatter_and_sum
+from services.core.ids import BLOCK_SLOTS, Rank
+from services.core.kv_reshard import Leg, RowPlan
+from services.core.layout import Span
+from services.worker.collectives import Carrier
+from services.worker.private.layout_pool import LayoutPool
+from services.worker.private.leg_chunks import leg_chunks
+from services.worker.private.tournament import Turn, partners, turns
+from services.worker.rank_memory import DataPlaneLostError, Moved, RestorableError
+
+_SIGN, _WRAP = 1 << 63, 1 << 64
+
+
+@dataclass(frozen=True, slots=True)
+class MoveBounds:
+    """Of one rank's mover."""
+
+    chunk_bytes: int
+    """Largest message; the carrier holds two of them in each direction. Not below one block of one layer."""
+    deadline_s: float
+    """Of every wait for a peer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One message's worth of rows in one pool."""
+
+    planes: Planes
+    heads: Span
+    runs: Runs
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class _Ends:
+    """What this rank saw of the payloads, by peer; its own place is the local leg."""
+
+    sent_sum: list[int]
+    received_sum: list[int]
+    num_sent: list[int]
+    num_received: list[int]
+    durations_ns: dict[str, int] = field(default_factory=lambda: {"read": 0, "write": 0, "verify": 0})
+
+    @classmethod
+    def none(cls, num_ranks: int) -> "_Ends":
+        """Before anything was moved."""
+        return cls([0] * num_ranks, [0] * num_ranks, [0] * num_ranks, [0] * num_ranks)
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Adds what the block takes."""
+        began_ns = time.perf_counter_ns()
+        yield
+        self.durations_ns[what] += time.perf_counter_ns() - began_ns
+
+
+class RowMover:
+    """One rank's end of every flip of a generation. Use from the model thread."""
+
+    def __init__(self, carrier: Carrier, head_block_bytes: int, num_kv_heads: int, bounds: MoveBounds) -> None:
+        """`head_block_bytes`: of one block of one head in one layer, keys and values."""
+        self._carrier, self._head_block_bytes, self._bounds = carrier, head_block_bytes, bounds
+        self._rank, self._num_ranks = Rank(carrier.rank), carrier.num_ranks
+        size = max(bounds.chunk_bytes, num_kv_heads * head_block_bytes)
+        self._outgoing, self._incoming = (torch.zeros(size, dtype=torch.uint8) for _ in range(2))
+
+    @property
+    def rank(self) -> Rank:
+        """This rank's index in the group."""
+        return self._rank
+
+    def move(self, plan: RowPlan, source: LayoutPool, destination: LayoutPool) -> Moved:
+        """All legs of this rank; see RankMemory.move for what it raises."""
+        ends = _Ends.none(self._num_ranks)
+        with self._data_plane(), ends.timed("verify"):
+            # What can fail alone fails here, before anybody waits for anybody.
+            outgoing, incoming, failure = self._prepared(plan, source, destination)
+            self._agree(plan, failure)
+        with self._data_plane():
+            self._move_within(outgoing.get(self._rank, []), incoming.get(self._rank, []), ends)
+            for peer in partners(self._rank, self._num_ranks):
+                self._meet(peer, outgoing.get(peer, []), incoming.get(peer, []), ends)
+        with self._data_plane(), ends.timed("verify"):
+            theirs = self._others_ends(ends)
+        self._verify(theirs, ends)
+        received = [leg for leg in plan.of(self._rank) if leg.source != leg.destination == self._rank]
+        return Moved(
+            read_ns=ends.durations_ns["read"],
+            write_ns=ends.durations_ns["write"],
+            verify_ns=ends.durations_ns["verify"],
+            bytes_moved=sum(leg.num_bytes(self._head_block_bytes) for leg in received),
+            rows_moved=sum(leg.num_blocks * BLOCK_SLOTS for leg in received),
+        )
+
+    @contextmanager
+    def _data_plane(self) -> Iterator[None]:
+        """Whatever fails within ends the wait of every peer, by name, and the generation."""
+        try:
+            yield
+        except RestorableError:
+            raise
+        except Exception as error:
+            self._carrier.abort(AbortReason.STEP_FAILED)
+            raise DataPlaneLostError(f"rank {self._rank}: {type(error).__name__}: {error}") from error
+
+    # Before the exchange.
+
+    def _prepared(
+        self, plan: RowPlan, source: LayoutPool, destination: LayoutPool
+    ) -> tuple[Mapping[Rank, Sequence[_Part]], Mapping[Rank, Sequence[_Part]], Exception | None]:
+        """Parts to send and to take, by peer; or why there are none."""
+        legs = plan.of(self._rank)
+        try:
+            sent = [(leg.destination, leg) for leg in legs if leg.source == self._rank]
+            taken = [(leg.source, leg) for leg in legs if leg.destination == self._rank]
+            return self._parts(source, sent), self._parts(destination, taken), None
+        except Exception as error:  # it is the group's to hear
+            return {}, {}, error
+
+    def _parts(self, pool: LayoutPool, legs: Iterable[tuple[Rank, Leg]]) -> dict[Rank, list[_Part]]:
+        parts: dict[Rank, list[_Part]] = {}
+        planes: dict[Span, Planes] = {}
+        for peer, leg in legs:
+            for chunk in leg_chunks(leg, self._head_block_bytes, self._bounds.chunk_bytes):
+                if chunk.layers not in planes:
+                    planes[chunk.layers] = pool.planes(chunk.layers)
+                part = _Part(
+                    planes[chunk.layers], pool.own_heads(chunk.heads), Runs.of_blocks(chunk.runs), chunk.num_bytes
+                )
+                parts.setdefault(peer, []).append(part)
+        return parts
+
+    def _agree(self, plan: RowPlan, failure: Exception | None) -> None:
+        """Raises RestorableError on every rank if one has failed, or has another plan."""
+        found = self._gathered([int(failure is None), plan.hash])
+        failed = [rank for rank, (is_ready, _) in enumerate(found) if not is_ready]
+        if failure is not None:
+            raise RestorableError(f"rank {self._rank} cannot move its rows: {failure}") from failure
+        if failed:
+            raise RestorableError(f"ranks {failed} cannot move their rows: nothing was sent; see their reasons")
+        hashes = [plan_hash for _, plan_hash in found]
+        if len(set(hashes)) > 1:
+            raise RestorableError(f"plans differ, {[f'{value:016x}' for value in hashes]} by rank: nothing was sent")
+
+    # The exchange.
+
+    def _move_within(self, outgoing: Sequence[_Part], incoming: Sequence[_Part], ends: _Ends) -> None:
+        for source, destination in zip(outgoing, incoming, strict=True):
+            staging = self._outgoing[: source.num_bytes]
+            self._pack(source, staging, self._rank, ends)
+            self._scatter(destination, staging, self._rank, ends)
+
+    def _meet(self, peer: Rank, outgoing: Sequence[_Part], incoming: Sequence[_Part], ends: _Ends) -> None:
+        """All parts to and from one partner."""
+        for turn, index in turns(len(outgoing), len(incoming)):
+            if turn is Turn.SEND:
+                self._send(peer, outgoing[index], ends)
+            else:
+                self._take(peer, incoming[index], ends)
+
+    def _send(self, peer: Rank, part: _Part, ends: _Ends) -> None:
+        staging, tag = self._outgoing[: part.num_bytes], ends.num_sent[peer]
+        self._pack(part, staging, peer, ends)
+        with ends.timed("read"):
+            self._carrier.send(staging, peer, tag, deadline_s=self._bounds.deadline_s, purpose=Purpose.FLIP)
+
+    def _take(self, peer: Rank, part: _Part, ends: _Ends) -> None:
+        staging, tag = self._incoming[: part.num_bytes], ends.num_received[peer]
+        with ends.timed("write"):
+            self._carrier.recv(staging, peer, tag, deadline_s=self._bounds.deadline_s, purpose=Purpose.FLIP)
+        self._scatter(part, staging, peer, ends)
+
+    def _pack(self, part: _Part, staging: Tensor, peer: Rank, ends: _Ends) -> None:
+        with ends.timed("read"):
+            partial = pack_and_sum(part.planes, part.heads, part.runs, staging, self._place(ends.num_sent[peer]))
+        ends.sent_sum[peer] = join_checksums((ends.sent_sum[peer], partial))
+        ends.num_sent[peer] += 1
+
+    def _scatter(self, part: _Part, staging: Tensor, peer: Rank, ends: _Ends) -> None:
+        with ends.timed("write"):
+            first_word = self._place(ends.num_received[peer])
+            partial = scatter_and_sum(part.planes, part.heads, part.runs, staging, first_word)
+        ends.received_sum[peer] = join_checksums((ends.received_sum[peer], partial))
+        ends.num_received[peer] += 1
+
+    def _place(self, index: int) -> int:
+        """The first word of the message of this number, for sums that see messages that changed places."""
+        return index * (self._outgoing.numel() // WORD_BYTES)
+
+    # After the exchange.
+
+    def _others_ends(self, ends: _Ends) -> list[tuple[int, int]]:
+        """By rank: the sum and the number of the messages that it sent to this one."""
+        found = self._gathered([*ends.sent_sum, *ends.num_sent])
+        return [(values[self._rank], values[self._num_ranks + self._rank]) for values in found]
+
+    def _verify(self, theirs: Sequence[tuple[int, int]], ends: _Ends) -> None:
+        for peer, (sent_sum, num_sent) in enumerate(theirs):
+            got = (ends.received_sum[peer], ends.num_received[peer])
+            if got != (sent_sum, num_sent):
+                raise RestorableError(
+                    f"rows from rank {peer} to rank {self._rank} are not what was sent: {num_sent} messages with "
+                    f"checksum {sent_sum:016x} sent, {got[1]} with {got[0]:016x} received; the layout before goes on"
+                )
+
+    def _gathered(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's values, each in [0, 2^64), by rank."""
+        signed = [value - _WRAP if value >= _SIGN else value for value in values]
+        own = torch.tensor([signed], dtype=torch.int64)
+        if self._num_ranks > 1:
+            widths = [len(values)] * self._num_ranks
+            everyone = self._carrier.all_gather_columns(
+                own, widths, to_rank=None, deadline_s=self._bounds.deadline_s, purpose=Purpose.FLIP
+            )
+            assert everyone is not None
+            own = everyone
+        rows: list[list[int]] = own.view(self._num_ranks, -1).tolist()
+        return [[value % _WRAP for value in row] for row in rows]

@@ -1,0 +1,123 @@
+"""Where a rank's weights and KV rows are, as its runner sees them; the one place where memory modes differ.
+
+In `shared` mode every rank maps one copy of both and a flip moves nothing; where ranks own what they hold, a flip moves
+bytes between them (`private`). The runner knows neither: it asks for weights by layout, for pools by layout, and lets
+the memory do a flip's work. Never decides that a flip happens, and never switches: COMMIT does.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.core.ids import LayoutKind
+from services.core.step import FlipEntry
+from services.formats.geometry import ModelGeometry
+from services.worker.kv_cache import KvPool, Pool
+from services.worker.model.stage import Weights
+from services.worker.participation import Worked, WorkLost
+from services.worker.weights import WeightStore
+
+
+class RestorableError(RuntimeError):
+    """A flip's work that failed with the layout before intact: the flip ends, serving goes on."""
+
+
+class DataPlaneLostError(RuntimeError):
+    """A flip's work that failed within an exchange: peers cannot be waited for any more and the generation ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlipPlan:
+    """A rank's verdict on a flip, before anything is touched."""
+
+    hash: int
+    """Of what is to move: equal on all ranks or not the same plan."""
+    refusal: str = ""
+    """Why it does not fit; empty: it fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a flip's work took and moved; durations do not overlap."""
+
+    read_ns: int = 0
+    seam_ns: int = 0
+    write_ns: int = 0
+    verify_ns: int = 0
+    bytes_moved: int = 0
+    """Received from other ranks."""
+    rows_moved: int = 0
+    """Rows received, in part or whole, from other ranks; a row that comes from two counts twice."""
+
+
+class RankMemory(Protocol):
+    """One rank's weights and pools under both layouts."""
+
+    @property
+    def weights_bytes(self) -> int:
+        """What this rank maps or owns of the weights."""
+
+    def weights(self, kind: LayoutKind) -> Weights:
+        """The weights of this rank's share under a layout."""
+
+    def open_pools(self, num_blocks: int) -> Mapping[LayoutKind, Pool]:
+        """Pools of `num_blocks` for both layouts, at RESET; those of an earlier RESET are gone."""
+
+    def plan(self, flip: FlipEntry) -> FlipPlan:
+        """What the flip would move; never raises for what the entry says."""
+
+    def move(self, flip: FlipEntry) -> Moved:
+        """Read, seam, write and verify; the layout before stays whole until COMMIT.
+
+        Raises:
+            RestorableError: it could not be done; the layout before has its bytes.
+            DataPlaneLostError: the exchange broke.
+        """
+
+
+def work_on(memory: RankMemory, flip: FlipEntry, entered_unix_ns: int) -> Worked | WorkLost:
+    """Does a flip's work; a failure that the flip's protocol has a word for is its answer."""
+    try:
+        moved = memory.move(flip)
+    except RestorableError as error:
+        return WorkLost(flip.flip_id, str(error), restored=True)
+    except DataPlaneLostError as error:
+        return WorkLost(flip.flip_id, str(error), restored=False)
+    return Worked(
+        flip.flip_id,
+        entered_unix_ns,
+        read_ns=moved.read_ns,
+        seam_ns=moved.seam_ns,
+        write_ns=moved.write_ns,
+        verify_ns=moved.verify_ns,
+        bytes_moved=moved.bytes_moved,
+        rows_moved=moved.rows_moved,
+    )
+
+
+class SharedMemory:
+    """One copy that all ranks of a host map; both layouts are views of it."""
+
+    def __init__(self, store: WeightStore, pool_fd: int, geometry: ModelGeometry) -> None:
+        self._store, self._pool_fd, self._geometry = store, pool_fd, geometry
+
+    @property
+    def weights_bytes(self) -> int:
+        """See RankMemory: mapped, by every rank alike."""
+        return self._store.file_bytes + self._store.expanded_bytes
+
+    def weights(self, kind: LayoutKind) -> Weights:
+        """See RankMemory."""
+        return self._store
+
+    def open_pools(self, num_blocks: int) -> Mapping[LayoutKind, Pool]:
+        """See RankMemory: one pool for both."""
+        return dict.fromkeys(LayoutKind, KvPool(self._pool_fd, self._geometry, num_blocks))
+
+    def plan(self, flip: FlipEntry) -> FlipPlan:
+        """See RankMemory: nothing moves, everything fits."""
+        return FlipPlan(0)
+
+    def move(self, flip: FlipEntry) -> Moved:
+        """See RankMemory: the bytes of both layouts are where they are."""
+        return Moved()

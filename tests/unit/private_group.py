@@ -1,0 +1,95 @@
+"""Flips of a group whose ranks own their memory, driven entry by entry: arm, park, work, outcome."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.core.ids import BlockId, FlipId, LayoutKind
+from services.core.kv_reshard import BlockRuns
+from services.core.step import AbandonEntry, CommitEntry, FlipEntry
+from services.worker.participation import FlipAnswer, Parked, Worked, WorkLost
+from services.worker.private.dual_memory import DualMemory
+from services.worker.private.layout_pool import LayoutPool
+from tests.unit.rank_threads import DEADLINE_S, Group
+
+Answer = Worked | WorkLost
+
+
+@dataclass(frozen=True, slots=True)
+class Flipped:
+    """One attempt, by rank."""
+
+    parked: list[Parked]
+    answers: list[Answer]
+
+
+def runs(*pairs: tuple[int, int]) -> BlockRuns:
+    return tuple((BlockId(begin), length) for begin, length in pairs)
+
+
+def memory_of(group: Group, rank: int) -> DualMemory:
+    memory = group.ranks[rank].runner._memory
+    assert isinstance(memory, DualMemory)
+    return memory
+
+
+def pools_of(group: Group, kind: LayoutKind) -> list[LayoutPool]:
+    return [memory_of(group, rank)._pools[kind] for rank in range(len(group.ranks))]
+
+
+def flip(group: Group, target: LayoutKind, live: BlockRuns, *, working: Sequence[int] | None = None) -> Flipped:
+    """One attempt: committed if every rank has done its work, else abandoned. `working`: the ranks that do it."""
+    driver = group.log
+    flip_id = FlipId(driver.sequence + 1)
+    heard: list[list[FlipAnswer]] = [[] for _ in group.ranks]
+    for rank, said in zip(group.ranks, heard, strict=True):
+        rank.runner.notice = said.append
+    driver.write(FlipEntry(flip_id, target, live))
+    driver.answers()
+    parked = [answer for said in heard for answer in said if isinstance(answer, Parked)]
+    at_work: list[Future[Answer]] = [
+        group.ranks[rank].thread.submit(group.ranks[rank].runner.work, flip_id)
+        for rank in (range(len(group.ranks)) if working is None else working)
+    ]
+    answers = [future.result(timeout=DEADLINE_S) for future in at_work]
+    is_committed = all(isinstance(answer, Worked) for answer in answers)
+    driver.write(CommitEntry(flip_id, target) if is_committed else AbandonEntry(flip_id, "work lost"))
+    driver.answers()
+    driver.epoch += is_committed
+    return Flipped(parked, answers)
+
+
+def live_blocks(live: BlockRuns) -> list[int]:
+    return [block for begin, length in live for block in range(begin, begin + length)]
+
+
+def whole_cache(num_layers: int, num_blocks: int, num_heads: int, head_dim: int, seed: int = 3) -> Tensor:
+    """[L, 2, B, H, 16, D] random: what all ranks' pools together should hold."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn((num_layers, 2, num_blocks, num_heads, 16, head_dim), generator=generator)
+
+
+def fill(pool: LayoutPool, cache: Tensor) -> None:
+    """Writes a rank's part of the cache to its pool."""
+    for side, planes in enumerate((pool.keys, pool.values)):
+        for layer, plane in planes.items():
+            plane.copy_(cache[layer, side, :, pool.kv_heads.begin : pool.kv_heads.end])
+
+
+def poison(pool: LayoutPool) -> None:
+    for planes in (pool.keys, pool.values):
+        for plane in planes.values():
+            plane.fill_(torch.nan)
+
+
+def check_rows(pool: LayoutPool, cache: Tensor, live: BlockRuns) -> None:
+    """Live blocks hold the cache's bits, all others are poisoned still."""
+    own, blocks = cache[:, :, :, pool.kv_heads.begin : pool.kv_heads.end], live_blocks(live)
+    others = [block for block in range(pool.num_blocks) if block not in set(blocks)]
+    for side, planes in enumerate((pool.keys, pool.values)):
+        for layer, plane in planes.items():
+            assert torch.equal(plane[blocks].view(torch.int32), own[layer, side, blocks].view(torch.int32))
+            assert plane[others].isnan().all()
