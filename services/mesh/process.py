@@ -109,7 +109,11 @@ def _live(service: str, arguments: Arguments, settings: Settings, paths: StatePa
         open_things.callback(adopt_foreign_lines(log))
         tracing = open_tracing(settings.telemetry, identity, paths, log)
         open_things.callback(tracing.close)
-        write_start_record(paths, identity, settings, sys.argv)
+        try:
+            write_start_record(paths, identity, settings, sys.argv)
+        except OSError as error:
+            # A full disk does not keep a process from being started again.
+            log.warning("start-record-not-written", error=error)
         log.info("started", pid=identity.pid, incarnation=identity.incarnation, config=settings.source)
         build = partial(_build_shell, identity, arguments, settings, paths, log, tracing)
         try:

@@ -92,7 +92,29 @@ class StatePaths:
 def write_atomically(path: Path, text: str) -> None:
     """Replaces a small file; a reader sees the old text or the new, never a part."""
     fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
-    fresh.write_text(text, "utf-8")
+    try:
+        fresh.write_text(text, "utf-8")
+    except OSError:
+        # On a full disk every try would leave another one.
+        fresh.unlink(missing_ok=True)
+        raise
+    fresh.replace(path)
+
+
+def make_reserved(path: Path, num_bytes: int, header: bytes) -> None:
+    """Makes a file of `header` and zeros that owns all its bytes, in the place of an earlier one.
+
+    A hole in a file that is mapped would be SIGBUS in the middle of work, once the disk is full; here it is an
+    `OSError` at the start, and no file.
+    """
+    fresh = path.with_suffix(".new")
+    try:
+        with fresh.open("w+b") as file:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+            file.write(header)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
     fresh.replace(path)
 
 

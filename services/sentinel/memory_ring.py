@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.core.ring import RecordKind
+from services.mesh.state_paths import make_reserved
 
 MAGIC = 0x464C_4950_4D45_4D52
 VERSION = 1
@@ -47,11 +48,7 @@ class MemoryRing:
         """Continues the file of this boot, or puts a fresh one in its place."""
         header = HEADER.pack(MAGIC, VERSION, CAPACITY, boot_id.encode("ascii")[:36])
         if not _is_of(path, header):
-            fresh = path.with_suffix(".new")
-            with fresh.open("w+b") as file:
-                file.truncate(FILE_BYTES)
-                file.write(header)
-            fresh.replace(path)
+            make_reserved(path, FILE_BYTES, header)
         with path.open("r+b") as file:
             self._buffer = mmap.mmap(file.fileno(), FILE_BYTES)
         (self._head,) = HEAD.unpack_from(self._buffer, HEAD_OFFSET)

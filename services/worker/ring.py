@@ -22,6 +22,7 @@ from services.core.ring import (
     pack_header,
     record_offset,
 )
+from services.mesh.state_paths import make_reserved
 
 START_TIME_FIELD = 19
 """Of /proc/self/stat, counted after the command's closing parenthesis: field 22 of the manual page."""
@@ -34,13 +35,10 @@ class RingWriter:
 
     def __init__(self, path: Path, rank: Rank) -> None:
         """Makes a fresh file in the place of an earlier one, which whoever has it open keeps."""
-        fresh = path.with_suffix(".new")
-        with fresh.open("w+b") as file:
-            file.truncate(RING_BYTES)
+        header = RingHeader(rank, os.getpid(), own_start_ticks(), time.monotonic_ns())
+        make_reserved(path, RING_BYTES, pack_header(header))
+        with path.open("r+b") as file:
             self._buffer = mmap.mmap(file.fileno(), RING_BYTES)
-        header = pack_header(RingHeader(rank, os.getpid(), own_start_ticks(), time.monotonic_ns()))
-        self._buffer[: len(header)] = header
-        fresh.replace(path)
         self._head = 0
         self._chain = FNV_OFFSET
 

@@ -1,6 +1,7 @@
 """Rings written and read back, and each verdict shown to fire and to stay quiet."""
 
 import os
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,9 @@ import pytest
 
 from services.core.ids import Rank
 from services.core.ring import CAPACITY, RING_BYTES, RecordKind, RingRecord, read_tail, unpack_header
+from services.mesh.state_paths import write_atomically
 from services.sentinel.diagnose import NS, ProcessState, RankView, VerdictKind, diagnose
+from services.sentinel.memory_ring import FILE_BYTES, MemoryRing
 from services.sentinel.rings import RingReader
 from services.worker.ring import RingWriter
 
@@ -46,6 +49,27 @@ def test_a_ring_is_read_as_written_and_outlives_its_writer(tmp_path: Path) -> No
         (K.LAYERS_ENTERED, 5),
     ]
     assert tail[0].chain == tail[1].chain != tail[2].chain
+
+
+def test_a_ring_owns_its_bytes_before_it_is_mapped(tmp_path: Path) -> None:
+    """A hole in it would be SIGBUS for the rank, at its next operation on a full disk."""
+    RingWriter(tmp_path / "worker.ring", Rank(0)).close()
+    MemoryRing(tmp_path / "memory.ring", "boot").close()
+    for name, num_bytes in (("worker.ring", RING_BYTES), ("memory.ring", FILE_BYTES)):
+        assert (tmp_path / name).stat().st_blocks * 512 >= num_bytes
+
+
+def test_a_ring_without_room_is_an_error_at_the_start_and_leaves_nothing(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            RingWriter(tmp_path / "worker.ring", Rank(0))
+        with pytest.raises(OSError, match="File too large"):
+            write_atomically(tmp_path / "record.json", "x" * 8192)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_ring_wraps_and_keeps_the_newest(tmp_path: Path) -> None:
