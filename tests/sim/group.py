@@ -113,6 +113,14 @@ class Group:
             raise InvariantError("raised", f"{type(error).__name__} at {place}: {error}") from error
         self.checks.at_end()
 
+    def take_apart(self) -> None:
+        """The group has been looked at and is used no more: what refers to each other in rings is let go of at once."""
+        for process in (self.router, self.policy, *self._processes.values()):
+            vars(process).clear()
+        self.world.heap.clear()
+        for part in (self.checks, self.world, self):
+            vars(part).clear()
+
     # Processes.
 
     def _boot_later(self, process: Process) -> None:

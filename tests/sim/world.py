@@ -87,12 +87,9 @@ class World:
 
     def at(self, delay_ns: int, process: Process | None, call: Callable[..., None], *args: Any) -> None:
         """Makes `call` happen to this life of `process` after `delay_ns`; None: to nobody who could die."""
-        self.push(self.now_ns + delay_ns, process, call, args)
-
-    def push(self, at_ns: int, process: Process | None, call: Callable[..., None], args: tuple[Any, ...]) -> None:
-        """The same at an absolute time."""
         self.num_pushed += 1
-        heappush(self.heap, (at_ns, self.num_pushed, process, 0 if process is None else process.life, call, args))
+        life = 0 if process is None else process.life
+        heappush(self.heap, (self.now_ns + delay_ns, self.num_pushed, process, life, call, args))
 
     def draw(self, delay: Delay) -> int:
         """One delay; the cube makes long ones rare."""
@@ -178,7 +175,7 @@ class Channel:
         self.is_open, self._is_cut = False, True
 
     def _post(self, call: Call, args: tuple[Any, ...]) -> None:
-        # `World.draw` and `World.push` in one, as no other line of a schedule runs as often.
+        # `World.draw` and `World.at` in one, as no other line of a schedule runs as often.
         target, life = self._target, self._life
         if target.life != life:
             return
