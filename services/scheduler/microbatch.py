@@ -53,6 +53,13 @@ class StepWindow:
             return num_ready
         return min(_ceil_div(num_ready, len(self._free)), _ceil_div(num_decoding, self.num_stages))
 
+    def token_budget(self, max_tokens: int, *, anyone_decodes: bool) -> int:
+        """Tokens of the next step: while requests decode, all steps in flight share `max_tokens`.
+
+        A decoding request waits for every step ahead of its own, so what they hold together is its token gap.
+        """
+        return max(1, max_tokens // self.capacity) if anyone_decodes else max_tokens
+
     def prefill_share(self, num_ready: int) -> int:
         """Prompts of the next step where `num_ready` have tokens to compute or could be admitted."""
         return num_ready if self.num_stages == 1 else _ceil_div(num_ready, len(self._free))

@@ -68,9 +68,12 @@ class StepComposer:
         draft = StepDraft()
         self._decode(draft, sequence, window)
         limits = self.limits
-        num_left = limits.max_batch_tokens - draft.num_tokens
-        budget = ChunkBudget(num_left, limits.chunk_tokens, limits.attention_parity_tokens)
         prefilling = [request for request in self.residents if request.is_prefilling]
+        anyone_decodes = len(prefilling) < len(self.residents)
+        num_tokens = window.token_budget(limits.max_batch_tokens, anyone_decodes=anyone_decodes)
+        # Never so little that prompts starve beside many rows.
+        num_left = min(limits.max_batch_tokens - draft.num_tokens, max(BLOCK_SLOTS, num_tokens - draft.num_tokens))
+        budget = ChunkBudget(num_left, limits.chunk_tokens, limits.attention_parity_tokens)
         num_admissible = min(len(self.queue), self.residents.num_free)
         share = window.prefill_share(len(prefilling) + num_admissible)
         for request in prefilling[:share]:

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from services.core.ids import LayoutKind, RequestId, Sequence
+from services.core.ids import BLOCK_SLOTS, LayoutKind, RequestId, Sequence
 from services.scheduler.microbatch import StepWindow
 from tests.unit.toy_rank import Bench, answer, layout_of, limits_of
 
@@ -142,3 +142,34 @@ def test_ranks_never_keep_more_unread_steps_than_are_in_flight() -> None:
         bench.submit(f"r{number}", [number, 1, 2], 1)
         bench.step()
         assert len({sequence for sequence, *_ in bench.rank.board}) <= 2
+
+
+@pytest.mark.parametrize("kind", list(LayoutKind))
+def test_what_is_in_flight_beside_decoding_requests_is_one_batch(kind: LayoutKind) -> None:
+    """A decoding request waits for all of it: that is its token gap."""
+    bench = Bench(limits_of(num_blocks=256, max_batch_tokens=64, chunk_tokens=64), layout_of(kind, 2))
+    bench.submit("decodes", [1, 2, 3], 40)
+    while not bench.outputs["decodes"]:
+        bench.step()
+    for number in range(4):
+        bench.submit(f"long{number}", [number] * 120, 2)
+    seen = 0
+    for _ in range(12):
+        bench.issue_all()
+        plans = [bench.plans[sequence] for sequence, _ in bench.unreported]
+        assert sum(plan.num_tokens for plan in plans) <= 64
+        seen = max(seen, *(plan.num_tokens for plan in plans))
+        bench.report()
+    assert seen > BLOCK_SLOTS
+
+
+def test_prompts_do_not_starve_beside_many_rows() -> None:
+    bench = Bench(limits_of(num_blocks=512, max_batch_tokens=64, chunk_tokens=64), layout_of(LayoutKind.TP))
+    for number in range(40):
+        bench.submit(f"r{number}", [number, 1, 2], 200)
+    while any(len(output) == 0 for output in bench.outputs.values()):
+        bench.step()
+    bench.submit("late", [7] * 50, 2)
+    for _ in range(8):
+        bench.step()
+    assert bench.outputs["late"]
