@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from services.core.ids import BLOCK_SLOTS
 from services.core.layout import LayoutError
 from services.core.ledger import Capacity, Ceiling, Ledger, MemoryMode, PoolBacking
 from services.mesh.compatibility import CarrierKind, Device
@@ -45,6 +46,8 @@ class Machine:
     kind: str
     budgets: tuple[int, ...] | None
     ceilings: tuple[Ceiling, ...]
+    max_tokens: int | None = None
+    """Tokens that the settings allow at once; None: as many as fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +176,7 @@ def machine_of(arguments: argparse.Namespace, settings: Settings, host: HostMemo
         budgets = budgets * num_ranks
     if budgets is not None and len(budgets) != num_ranks:
         raise ConfigurationError(f"--memory has {len(budgets)} sizes for {num_ranks} ranks: give one, or one for each")
-    return Machine(arguments.kind, budgets, tuple(_ceilings(arguments, host)))
+    return Machine(arguments.kind, budgets, tuple(_ceilings(arguments, host)), settings.pool.max_total_tokens)
 
 
 def _ceilings(arguments: argparse.Namespace, host: HostMemory) -> list[Ceiling]:
@@ -207,7 +210,14 @@ def find(asked: Asked, model: Model, machine: Machine) -> Finding:
         ledger = plan_memory(asked, model)
     except (ConfigurationError, LayoutError) as error:
         return Finding(asked.mode, None, None, str(error))
-    return Finding(asked.mode, ledger, ledger.capacity(machine.budgets, machine.ceilings))
+    return Finding(asked.mode, ledger, _capped(ledger.capacity(machine.budgets, machine.ceilings), machine.max_tokens))
+
+
+def _capped(capacity: Capacity, max_tokens: int | None) -> Capacity:
+    """The explicit cap holds in both layouts, whatever memory there is."""
+    if max_tokens is None or capacity.num_tokens <= max_tokens:
+        return capacity
+    return Capacity(max_tokens // BLOCK_SLOTS, "pool.max_total_tokens", "raise that cap", capacity.left_bytes)
 
 
 async def _measured(config: Path | None) -> dict[str, Measured]:

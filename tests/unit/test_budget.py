@@ -152,3 +152,12 @@ def test_estimates_stand_beside_what_processes_take(model: Path) -> None:
         ["", f"{fixed + 32:,.1f} MiB"],
         ["60.0 MiB", "300.0 MiB"],
     ]
+
+
+def test_an_explicit_cap_binds_before_memory_does(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = model.parent / "mesh.toml"
+    config.write_text(config.read_text() + "[pool]\nmax_total_tokens = 330\n")
+    modes = answer(model, capsys)["modes"]
+    assert {(mode["binding"], mode["kv_tokens"]) for mode in modes.values()} == {("pool.max_total_tokens", 320)}
+    small = answer(model, capsys, "--host-memory", "512M", "--mode", "dual")
+    assert small["modes"]["dual"]["binding"] == "host memory"
