@@ -6,6 +6,7 @@ from services.core.flip import (
     AbandonReached,
     Conclude,
     CoordinatorEffect,
+    CoordinatorEvent,
     DisarmReceived,
     EnterReceived,
     FlipDeadlines,
@@ -26,6 +27,7 @@ from services.core.flip_participant import FlipParticipant, ParticipantState
 from services.core.ids import FlipId, Rank
 from services.core.step import FlipEntry
 from services.mover.early import EarlyEvents
+from services.mover.journal import FlipKey
 from tests.sim.mover import MoverProcess, OpenAttempt
 from tests.sim.rank import RankProcess, Work
 from tests.sim.scheduler import PendingFlip, Run, SchedulerProcess
@@ -139,6 +141,23 @@ class ForgetfulMover(MoverProcess):
     def boot(self) -> None:
         super().boot()
         self.early = Nothing()
+
+
+class TakesAll(EarlyEvents):
+    """Forgets what is of a later attempt as well: the question taken may be one that came late."""
+
+    def take(self, key: FlipKey) -> list[CoordinatorEvent]:
+        events = super().take(key)
+        self._events.clear()
+        return events
+
+
+class LatelyForgetfulMover(MoverProcess):
+    """Its early marks are those of one attempt."""
+
+    def boot(self) -> None:
+        super().boot()
+        self.early = TakesAll()
 
 
 class EagerParticipant(FlipParticipant):

@@ -28,6 +28,7 @@ from tests.sim.faults_flip import (
     HastyCoordinator,
     ImpatientScheduler,
     InPlaceRank,
+    LatelyForgetfulMover,
     LiteralParticipant,
     LonelyQuorum,
     RebornNumbers,
@@ -49,6 +50,7 @@ from tests.sim.focuses import (
     one_prompt_of_whole_blocks,
     rows_are_exchanged,
     scheduler_dies_as_flips_follow_each_other,
+    scheduler_dies_as_it_asks,
     slow_stages,
 )
 from tests.sim.group import SHIPPED, Parts
@@ -127,6 +129,12 @@ SPECIMENS = (
         mover=UnwrittenEnterMover,
     ),
     _specimen("early marks dropped", ("convergence",), mover=ForgetfulMover),
+    _specimen(
+        "later marks dropped by a late question",
+        ("convergence",),
+        scheduler_dies_as_it_asks,
+        mover=LatelyForgetfulMover,
+    ),
     _specimen("a rank enters alone", ("raised", "wedge", "convergence"), participant=EagerParticipant),
     _specimen("no ABANDON while entered", ("raised",), participant=BoundParticipant),
     _specimen(

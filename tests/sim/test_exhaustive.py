@@ -14,6 +14,7 @@ from tests.sim.faults_flip import (
     Nothing,
     StaleQuorum,
     StandingMark,
+    TakesAll,
 )
 from tests.sim.space import Space
 from tests.sim.space_state import ALL_CRASHES, Scope
@@ -61,15 +62,6 @@ def test_a_bound_is_said() -> None:
 
 CRASH = Scope(num_ranks=2, num_flips=1)
 WITHDRAWAL = Scope(num_flips=1, num_crashes=0, num_slips=1, slips=frozenset({"withdraw"}))
-
-
-class TakesAll(EarlyEvents):
-    """Forgets what is of a later attempt as well: the question taken may be one that came late."""
-
-    def take(self, key):  # type: ignore[no-untyped-def]
-        events = super().take(key)
-        self._events.clear()
-        return events
 
 
 @pytest.mark.parametrize(
