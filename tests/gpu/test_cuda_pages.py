@@ -38,19 +38,21 @@ def test_memory_comes_and_goes_under_one_address() -> None:
     num_bytes = 1024 * MIB
     backing = range_of("pool", num_bytes)
     view = backing.tensor(torch.float32, (1024, 1024), 64 * MIB)
-    before, address = free_bytes(), view.data_ptr()
-    for _ in range(3):
+    address, before = view.data_ptr(), None
+    for _ in range(4):
+        if before is not None:
+            assert before - free_bytes() < PIECE, "what was released is free again"
         assert backing.back(0, num_bytes) == num_bytes
-        assert before - free_bytes() >= num_bytes
+        assert before is None or before - free_bytes() >= num_bytes
         assert not backing.flat.count_nonzero()
         backing.flat.fill_(3)
         assert view.view(torch.uint8).eq(3).all()
         assert backing.release(0, num_bytes) == num_bytes
-        assert before - free_bytes() < 64 * MIB
+        before = before or free_bytes()  # Only now: the first use of a kernel loads it.
     assert view.data_ptr() == address == backing.address + 64 * MIB
     backing.back(0, num_bytes)
     backing.close()
-    assert before - free_bytes() < 64 * MIB
+    assert before is not None and before - free_bytes() < PIECE
 
 
 def test_a_captured_graph_stays_valid() -> None:
