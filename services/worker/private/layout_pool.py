@@ -22,7 +22,7 @@ class LayoutPool:
         self.layers, self.kv_heads, self.num_blocks = layers, kv_heads, num_blocks
         shape = (len(layers), 2, num_blocks, len(kv_heads), BLOCK_SLOTS, head_dim)
         self.num_bytes = torch.Size(shape).numel() * FLOAT_BYTES
-        planes = private_bytes(self.num_bytes).view(torch.float32).view(shape)
+        planes = private_bytes(self.num_bytes, wants_large_pages=False).view(torch.float32).view(shape)
         own = range(layers.begin, layers.end)
         self.keys = {layer: planes[layer - layers.begin, 0] for layer in own}
         self.values = {layer: planes[layer - layers.begin, 1] for layer in own}

@@ -28,7 +28,7 @@ class OwnedWeights:
     def __init__(self, files: ModelFiles, pieces: Sequence[Piece], sources: Mapping[str, str]) -> None:
         """`sources`: of each tensor, the one whose bytes it has; its own name but for a tied head."""
         self._files, self._sources = files, sources
-        self._flat = private_bytes(total_bytes(pieces))
+        self._flat = private_bytes(total_bytes(pieces), wants_large_pages=True)
         self._held: dict[str, list[tuple[Piece, Matrix]]] = {}
         self._vectors: dict[str, Tensor] = {}
         for piece in pieces:

@@ -1,0 +1,94 @@
+"""Flips of a real mesh whose ranks own their memory: rows move between processes, and answers are those without."""
+
+import logging
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from flipmesh.mover.v1 import mover_service_pb2
+
+from services.mesh.codec.common import layout_to_proto
+from tests.mesh.flipping import ASKS, PP, TP, Bench, bench_of, flip_until_ended, hold_answers
+from tests.mesh.meshes import Mesh, started
+from tests.mesh.test_flips import LONG_TOKENS, long_ask
+from tools.load import Heard
+
+log = logging.getLogger(__name__)
+HEAD_BLOCK_BYTES = 2 * 16 * 64 * 4
+"""Of SmolLM2-135M: one block of one KV head in one layer; it has 30 layers of 3 heads."""
+
+
+@pytest.fixture(scope="module")
+def private_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+    directory = tmp_path_factory.mktemp("dual")
+    with started(directory, group={"mode": "dual"}, policy={"mode": "manual"}) as mesh:
+        yield mesh
+
+
+def reported(records: Sequence[mover_service_pb2.FlipRecord]) -> None:
+    """The figures of these flips, into the log."""
+    for record in records:
+        parts = [(work.read_ns / 1e6, work.write_ns / 1e6, work.verify_ns / 1e6) for work in record.ranks]
+        log.info(
+            "flip %d to %d: %d blocks, %d bytes; read, write, verify by rank in ms: %s",
+            record.flip_id,
+            record.target,
+            record.num_live_blocks,
+            record.bytes_moved,
+            [tuple(round(part, 2) for part in rank) for rank in parts],
+        )
+    paused = [record.pause_ns / 1e6 for record in records if record.HasField("pause_ns")]
+    if paused:
+        log.info("pauses: %s, median %.1f ms", [round(pause, 1) for pause in paused], statistics.median(paused))
+
+
+async def test_answers_hold_while_rows_move_between_ranks(private_mesh: Mesh, control: list[Heard]) -> None:
+    async with bench_of(private_mesh) as bench:
+        async with bench.streaming(ASKS, 16) as load:
+            committed = await flip_until_ended(bench, load)
+        hold_answers(control, load.heard)
+        records = [await bench.record(flip_id) for flip_id in committed]
+        assert {record.target for record in records} == {layout_to_proto(PP), layout_to_proto(TP)}
+        for record in records:
+            # Of 30 layers of 3 heads a rank of two has 15, or 2 and 1: what is not where it is needed is 15 layers of
+            # the other's heads, each way.
+            assert record.bytes_moved == record.num_live_blocks * 15 * 3 * HEAD_BLOCK_BYTES
+        await bench.settled()
+        reported(records)
+
+
+@pytest.mark.parametrize("kind", [PP, TP])
+async def test_prefixes_that_moved_are_hits(private_mesh: Mesh, kind: object) -> None:
+    async with bench_of(private_mesh) as bench:
+        await moved_prefix(bench, 2000 if kind is PP else 3000, to_pp=kind is TP)
+
+
+async def moved_prefix(bench: Bench, first: int, *, to_pp: bool) -> None:
+    """Asks in one layout, flips, asks again: the second time the rows are those that moved."""
+    ask = long_ask(first, max_tokens=16)
+    before, after = (TP, PP) if to_pp else (PP, TP)
+    await bench.flip_to(before)
+    [cold] = await bench.ask([ask])
+    answer = await bench.flip(after)
+    assert answer.committed
+    [warm] = await bench.ask([ask])
+    assert (cold.num_cached_tokens, warm.token_ids) == (0, cold.token_ids)
+    assert warm.num_cached_tokens >= LONG_TOKENS // 2
+    record = await bench.record(answer.flip_id)
+    assert record.bytes_moved >= LONG_TOKENS // 2 // 16 * 15 * 3 * HEAD_BLOCK_BYTES
+    reported([record])
+
+
+async def test_three_uneven_ranks_and_a_full_pool(tmp_path: Path, control: list[Heard]) -> None:
+    """Streams that do not fit together, so that some are preempted, and every block moves."""
+    group = {"mode": "dual", "num_ranks": 3, "pp_layers": [6, 14, 10], "tp_weights": [1.0, 2.0, 1.0]}
+    with started(tmp_path, group=group, pool={"num_blocks": 12}, policy={"mode": "manual"}) as mesh:
+        async with bench_of(mesh) as bench:
+            async with bench.streaming(ASKS, 16) as load:
+                committed = await flip_until_ended(bench, load)
+            hold_answers(control, load.heard)
+            records = [await bench.record(flip_id) for flip_id in committed]
+            assert max(record.num_live_blocks for record in records) == 12
+            assert all(record.bytes_moved > 0 for record in records)
+            await bench.settled()
