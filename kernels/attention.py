@@ -66,7 +66,7 @@ def paged_attention(
     if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
         raise ValueError(f"attention cannot take window {window} and softcap {softcap}: each is absent or above 0")
     _check_batch(block_tables, row_of_sequence, query_start, context_tokens)
-    _check_part(q_THD, lse_out, places)
+    part = _part_arguments(q_THD, lse_out, places)
     num_tokens, num_q_heads, head_dim = q_THD.shape
     num_blocks, num_pool_heads = k_pool.shape[:2]
     num_table_rows, table_stride = block_tables.shape
@@ -94,10 +94,7 @@ def paged_attention(
         window or 0,
         scale,
         softcap or 0.0,
-        0 if lse_out is None else lse_out.data_ptr(),
-        0 if lse_out is None else lse_out.stride(0),
-        0 if places is None else places.data_ptr(),
-        0 if places is None else places.numel(),
+        *part,
     )
 
 
@@ -183,7 +180,8 @@ def _check_batch(block_tables: Tensor, row_of_sequence: Tensor, query_start: Ten
         )
 
 
-def _check_part(q_THD: Tensor, lse_out: Tensor | None, places: Tensor | None) -> None:
+def _part_arguments(q_THD: Tensor, lse_out: Tensor | None, places: Tensor | None) -> tuple[int, int, int, int]:
+    """Address and token stride of the log-sum-exps, address and length of the places; 0 for what is not given."""
     if lse_out is not None and (
         lse_out.shape != q_THD.shape[:2] or lse_out.stride(1) != 1 or lse_out.dtype != torch.float32
     ):
@@ -199,6 +197,8 @@ def _check_part(q_THD: Tensor, lse_out: Tensor | None, places: Tensor | None) ->
             f"{tuple(places.shape)} strides {places.stride()} and "
             f"{'no lse_out: parts cannot be merged without' if lse_out is None else 'lse_out'}"
         )
+    lse = (0, 0) if lse_out is None else (lse_out.data_ptr(), lse_out.stride(0))
+    return (*lse, 0, 0) if places is None else (*lse, places.data_ptr(), places.numel())
 
 
 def paged_attention_reference(

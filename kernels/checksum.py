@@ -1,12 +1,12 @@
 """A 64-bit checksum of bytes that move, the same value on every device; it never copies or widens the whole.
 
-The bytes are words of 64 bits, little-endian, the last one filled up with zero bytes. With
-`mixed(w) = (w + 0x9E3779B97F4A7C15) ^ ((w + 0x9E3779B97F4A7C15) >> 29)` the checksum is the sum over words i of
-`(2 i + 1) * mixed(word i)`, all modulo 2^64.
+The bytes are words of 64 bits, little-endian, the last one filled up with zero bytes. The checksum is the sum over
+words i of `x + (x mod 2^32) * (x div 2^32)` where `x = word i ^ ((i + 1) * 0x9E3779B97F4A7C15)`, all modulo 2^64.
 
-What it sees: any change within one word, since odd factors and `mixed` lose nothing; two words changed places, unless
-their mixed values agree in all the low bits but log2(distance) + 1; lengths, since zeros count. Other errors pass with
-a chance of 2^-64 where they are random: it guards against faults, not against an adversary.
+Any change within one aligned 32-bit half of one word is seen for certain: the sum's term is `(low + 2^32) * (high + 1)`
+less 2^32, and neither factor can make up for the other. Words that changed places, several changes at once and another
+length (zeros count) pass with a chance of about 2^-64: the position is part of the product, so that errors with a
+pattern do not cancel. It guards against faults, not against an adversary.
 
 A piece that begins at word n of a longer whole is taken with `first_word=n`; the whole's checksum is the sum of its
 pieces' (`join_checksums`), so that each run may be checked alone and all together.
@@ -23,8 +23,8 @@ WORD_BYTES = 8
 CHUNK_BYTES = 16 << 20
 """What is looked at at a time outside the C kernel: it takes three times as much for a moment."""
 
-_MIX_OFFSET = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX_SHIFT = 29
+_KEY_STEP = 0x9E3779B97F4A7C15
+_LOW_32 = (1 << 32) - 1
 _LOW_64 = (1 << 64) - 1
 
 
@@ -59,15 +59,23 @@ def checksum_reference(tensor: Tensor, first_word: int = 0) -> int:
         raise ValueError(f"a checksum from word {first_word}: it cannot be negative")
     every_byte = _as_bytes(tensor)
     num_words = -(-min(every_byte.numel(), CHUNK_BYTES) // WORD_BYTES)
-    factors = torch.arange(1, 2 * num_words + 1, 2, device=tensor.device)
+    steps = torch.arange(1, num_words + 1, device=tensor.device) * _as_signed(_KEY_STEP)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for begin in range(0, every_byte.numel(), CHUNK_BYTES):
-        mixed = _as_words(every_byte[begin : begin + CHUNK_BYTES]) + _MIX_OFFSET
+        words = _as_words(every_byte[begin : begin + CHUNK_BYTES])
+        keys = steps[: words.numel()] + _as_signed((first_word + begin // WORD_BYTES) * _KEY_STEP)
+        x = keys.bitwise_xor_(words)
+        total += x.sum()
         # An arithmetic shift, made a logical one.
-        mixed ^= (mixed >> _MIX_SHIFT).bitwise_and_((1 << 64 - _MIX_SHIFT) - 1)
-        total += mixed.sum() * (2 * (first_word + begin // WORD_BYTES))
-        total += mixed.mul_(factors[: mixed.numel()]).sum()
+        high = (x >> 32).bitwise_and_(_LOW_32)
+        total += high.mul_(x.bitwise_and_(_LOW_32)).sum()
     return int(total.item()) & _LOW_64
+
+
+def _as_signed(number: int) -> int:
+    """The int64 of the same 64 low bits."""
+    low = number & _LOW_64
+    return low - (1 << 64) if low >> 63 else low
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

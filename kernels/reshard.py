@@ -200,16 +200,16 @@ def _call(planes: Planes, heads: Span, runs: Runs, staging: Tensor, *, packs: bo
 def move_reference(planes: Planes, heads: Span, runs: Runs, staging: Tensor, *, packs: bool) -> None:
     """The same in plain torch, on any device; raises ValueError for runs outside the pool or a staging of another size.
 
-    For a moment it takes 8 bytes for each row of one plane.
+    For a moment it takes some words of 8 bytes for each row of one plane.
     """
-    slots = _slots(runs, planes.num_blocks)
+    _check_runs(runs, planes.num_blocks)
     expected_bytes = packed_bytes(planes, heads, runs)
     if staging.nbytes != expected_bytes:
         raise ValueError(f"a staging buffer of {expected_bytes} bytes expected, got {staging.nbytes} bytes")
-    first = planes.tensors[0]
-    rows = _rows_in_order(slots, heads, planes.num_heads).to(first.device)
-    if not rows.numel():
+    if not expected_bytes:
         return
+    first = planes.tensors[0]
+    rows = _rows_in_order(runs, heads, planes.num_heads, first.device)
     # Wide elements where all of it lies on their bounds.
     offsets = [tensor.storage_offset() * tensor.element_size() for tensor in (*planes.tensors, staging)]
     element = torch.int64 if not any(offset % torch.int64.itemsize for offset in offsets) else torch.uint8
@@ -222,28 +222,31 @@ def move_reference(planes: Planes, heads: Span, runs: Runs, staging: Tensor, *, 
             pool.index_copy_(0, rows, part)
 
 
-def _slots(runs: Runs, num_blocks: int) -> Tensor:
-    """Two int64 rows: each slot, and the number of the piece (a run's part of a block) that it is of."""
-    free_from, limit = 0, num_blocks * BLOCK_SLOTS // runs.slots_each
-    slots, pieces, num_pieces = [], [], 0
-    for index, (begin, length) in enumerate(runs.begin_length.tolist()):
-        if length < 0 or begin < free_from or begin + length > limit:
-            raise ValueError(
-                f"run {index}: [{begin}, {begin} + {length}) outside [{free_from}, {limit}), what is left of the pool "
-                "after the run before"
-            )
-        free_from = begin + length
-        slot = torch.arange(begin * runs.slots_each, free_from * runs.slots_each)
-        slots.append(slot)
-        pieces.append(slot // BLOCK_SLOTS - begin * runs.slots_each // BLOCK_SLOTS + num_pieces)
-        num_pieces = int(pieces[-1][-1]) + 1 if length else num_pieces
-    return torch.stack([torch.cat(slots), torch.cat(pieces)]) if slots else torch.empty(2, 0, dtype=torch.int64)
+def _check_runs(runs: Runs, num_blocks: int) -> None:
+    begin, length = runs.begin_length.long().unbind(1)
+    free_from = torch.cat([begin.new_zeros(1), (begin + length)[:-1]])[: len(begin)]
+    limit = num_blocks * BLOCK_SLOTS // runs.slots_each
+    for run in ((length < 0) | (begin < free_from) | (begin + length > limit)).nonzero().flatten()[:1].tolist():
+        raise ValueError(
+            f"run {run}: [{begin[run]}, {begin[run]} + {length[run]}) outside [{free_from[run]}, {limit}), what is "
+            "left of the pool after the run before"
+        )
 
 
-def _rows_in_order(slots: Tensor, heads: Span, num_pool_heads: int) -> Tensor:
-    """Rows of a plane seen as [blocks * heads * 16, head_dim], in the staging's order."""
-    slot, piece = slots[0, :, None], slots[1, :, None]
-    head = torch.arange(heads.begin, heads.end)[None, :]
-    row = (slot // BLOCK_SLOTS * num_pool_heads + head) * BLOCK_SLOTS + slot % BLOCK_SLOTS
-    order = (piece * num_pool_heads + head).reshape(-1).argsort(stable=True)
-    return row.reshape(-1)[order]
+def _rows_in_order(runs: Runs, heads: Span, num_pool_heads: int, device: torch.device) -> Tensor:
+    """Rows of a plane seen as [blocks * heads * 16, head_dim], in the staging's order; S slots, H heads."""
+    num_slots = runs.num_slots
+    begin, length = (runs.begin_length.long() * runs.slots_each).to(device).unbind(1)
+    run_S = torch.arange(len(begin), device=device).repeat_interleave(length, output_size=num_slots)
+    index_S = torch.arange(num_slots, device=device)
+    slot_S = index_S + (begin - length.cumsum(0) + length)[run_S]
+    # A piece begins where a run or a block does.
+    begins_S = torch.cat([run_S.new_ones(1), run_S.diff()]).bool() | (slot_S % BLOCK_SLOTS == 0)
+    piece_S = begins_S.cumsum(0) - 1
+    piece_length = torch.zeros_like(index_S).index_add_(0, piece_S, torch.ones_like(index_S))
+    piece_begin_S = (piece_length.cumsum(0) - piece_length)[piece_S]
+    head_H = torch.arange(len(heads), device=device)
+    place_SH = (piece_begin_S * len(heads) + index_S - piece_begin_S)[:, None] + head_H * piece_length[piece_S][:, None]
+    row_SH = (slot_S // BLOCK_SLOTS * num_pool_heads + heads.begin)[:, None] + head_H
+    row_SH = row_SH * BLOCK_SLOTS + (slot_S % BLOCK_SLOTS)[:, None]
+    return torch.empty_like(row_SH).view(-1).index_copy_(0, place_SH.view(-1), row_SH.view(-1))

@@ -1,7 +1,7 @@
 // Checksums, and rows between a pool and a staging buffer, 32 bytes at a time. Compiled once per instruction set.
 //
-// The checksum is the sum over words i of (2 i + 1) * mixed(word i), modulo 2^64. No word is multiplied: each lane keeps
-// the sum of its words and the sum of those sums as they grew, which is the sum weighted by how many words came after.
+// The checksum is the sum over words i of x + low half of x * high half of x, where x = word i ^ (i + 1) * KEY_STEP, all
+// modulo 2^64: one multiplication of halves a word, which every instruction set has.
 #pragma once
 #include "lanes.h"
 #include "reshard.h"
@@ -14,28 +14,40 @@ typedef uint64_t unaligned_words __attribute__((vector_size(VECTOR_BYTES), align
 enum { WORDS = VECTOR_BYTES / WORD_BYTES, CHAINS = 2, LINE_BYTES = CHAINS * VECTOR_BYTES };
 enum { AHEAD_BYTES = 2048 }; // measured: how far before its use a line of a contiguous read is asked for
 
+static const uint64_t KEY_STEP = 0x9E3779B97F4A7C15u;
+
 // Vectors go to the chains in turn, so that neither waits for its own last addition.
 typedef struct {
-    words plain[CHAINS], grown[CHAINS];
+    words key[CHAINS], total[CHAINS];
     uint64_t num_vectors;
 } Sum;
 
-#define MIXED(word) (((word) + MIX_OFFSET) ^ (((word) + MIX_OFFSET) >> 29))
-static const uint64_t MIX_OFFSET = 0x9E3779B97F4A7C15u; // so that zeros count, and length with them
-
-INLINE void add_words(Sum *sum, const int chain, words vector) {
-    sum->plain[chain] += MIXED(vector);
-    sum->grown[chain] += sum->plain[chain];
+INLINE Sum sum_from(uint64_t first_word) {
+    Sum sum = {.num_vectors = 0};
+    for (uint64_t chain = 0; chain < CHAINS; chain++)
+        for (uint64_t lane = 0; lane < WORDS; lane++)
+            sum.key[chain][lane] = (first_word + chain * WORDS + lane + 1) * KEY_STEP;
+    return sum;
 }
 
-INLINE uint64_t sum_total(const Sum *sum, uint64_t first_word) {
+INLINE words halves_product(words x) {
+#if defined(__AVX2__)
+    return (words)_mm256_mul_epu32((__m256i)x, (__m256i)(x >> 32));
+#else
+    return (x & 0xffffffffu) * (x >> 32);
+#endif
+}
+
+INLINE void add_words(Sum *sum, const int chain, words vector) {
+    words x = vector ^ sum->key[chain];
+    sum->key[chain] += CHAINS * WORDS * KEY_STEP;
+    sum->total[chain] += x + halves_product(x);
+}
+
+INLINE uint64_t sum_total(const Sum *sum) {
     uint64_t total = 0;
-    for (uint64_t chain = 0; chain < CHAINS; chain++)
-        for (uint64_t lane = 0; lane < WORDS; lane++) {
-            uint64_t plain = sum->plain[chain][lane], num = (sum->num_vectors + CHAINS - 1 - chain) / CHAINS;
-            uint64_t weighted = num * plain - sum->grown[chain][lane], first = first_word + chain * WORDS + lane;
-            total += 2 * CHAINS * WORDS * weighted + (2 * first + 1) * plain;
-        }
+    for (int chain = 0; chain < CHAINS; chain++)
+        for (int lane = 0; lane < WORDS; lane++) total += sum->total[chain][lane];
     return total;
 }
 
@@ -83,15 +95,16 @@ INLINE void take_bytes(const Work work, const uint8_t *from, const uint8_t *ahea
 }
 
 uint64_t PATH(sum_bytes)(const uint8_t *from, int64_t num_bytes, uint64_t first_word) {
-    Sum sum = {.num_vectors = 0};
+    Sum sum = sum_from(first_word);
     const int64_t whole = num_bytes / VECTOR_BYTES * VECTOR_BYTES;
     take_bytes((Work){.summed = true}, from, from + AHEAD_BYTES, NULL, whole, &sum);
-    uint64_t total = sum_total(&sum, first_word);
+    uint64_t total = sum_total(&sum);
     for (int64_t at = whole; at < num_bytes; at += WORD_BYTES) {
         uint64_t word = 0;
         int64_t left = num_bytes - at;
         memcpy(&word, from + at, (size_t)(left < WORD_BYTES ? left : WORD_BYTES));
-        total += (2 * (first_word + (uint64_t)(at / WORD_BYTES)) + 1) * MIXED(word);
+        word ^= (first_word + (uint64_t)(at / WORD_BYTES) + 1) * KEY_STEP;
+        total += word + (word & 0xffffffffu) * (word >> 32);
     }
     return total;
 }
@@ -130,7 +143,7 @@ INLINE Piece next_piece(const Move *m, Piece at) {
 
 INLINE uint64_t move_pieces(const Move *m, const bool pack, const bool summed, const bool streamed) {
     const Work work = {.copied = true, .summed = summed, .streamed = streamed};
-    Sum sum = {.num_vectors = 0};
+    Sum sum = sum_from(m->first_word);
     uint8_t *staging = m->staging;
     Piece now = next_piece(m, (Piece){.plane = 0}), later = now;
     for (int64_t between = 0; pack && later.pool && between < AHEAD_BYTES; between += later.num_bytes)
@@ -148,7 +161,7 @@ INLINE uint64_t move_pieces(const Move *m, const bool pack, const bool summed, c
 #if defined(__x86_64__)
     if (streamed) _mm_sfence();
 #endif
-    return sum_total(&sum, m->first_word);
+    return sum_total(&sum);
 }
 
 uint64_t PATH(move_rows)(const Move *m) {

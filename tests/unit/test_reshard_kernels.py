@@ -51,8 +51,9 @@ def defined_checksum(content: bytes, first_word: int = 0) -> int:
     padded = content + bytes(-len(content) % 8)
     total = 0
     for index in range(len(padded) // 8):
-        word = (int.from_bytes(padded[8 * index : 8 * index + 8], "little") + 0x9E3779B97F4A7C15) & LOW_64
-        total += (2 * (first_word + index) + 1) * (word ^ word >> 29)
+        word = int.from_bytes(padded[8 * index : 8 * index + 8], "little")
+        word ^= (first_word + index + 1) * 0x9E3779B97F4A7C15 & LOW_64
+        total += word + (word & LOW_64 >> 32) * (word >> 32)
     return total & LOW_64
 
 
@@ -93,6 +94,13 @@ def test_checksums_see_flips_swaps_signs_and_lengths(generator: torch.Generator)
         changed[first : first + 3 : 2] *= -1.0  # the same bit of two words
         seen.add(checksum(changed))
     assert len(seen) == 1 + 64 + 63 + 30
+    # Two pairs of words trade places, each pair the mirror of the other: what sums with regular factors do not see.
+    mirrored = torch.arange(64)
+    for first in range(40):
+        mirrored[[first, first + 1, first + 20, first + 21]] = torch.tensor([7, 9, 9, 7])
+        before = checksum(mirrored)
+        mirrored[[first, first + 1, first + 20, first + 21]] = torch.tensor([9, 7, 7, 9])
+        assert checksum(mirrored) != before
     zeros = torch.zeros(100, dtype=torch.int64)
     assert len({checksum(zeros[:count]) for count in range(100)}) == 100
 
