@@ -66,7 +66,7 @@ async def ask_all(client: MeshClient) -> Answers:
         name = process_name(service, rank)
         try:
             stub = IntrospectionServiceStub(client.channel(service, rank))
-            answers[name] = await unary(stub.GetStatus, pb.GetStatusRequest(), timeout_s=CALL_S)
+            answers[name] = await unary(stub.GetStatus, pb.GetStatusRequest(with_memory=True), timeout_s=CALL_S)
         except NotRunningError:
             answers[name] = "not running"
         except (MeshError, grpc.aio.AioRpcError) as error:

@@ -49,7 +49,7 @@ class Introspection(IntrospectionServiceServicer):
             phase=pb.Phase.ValueType(mark.phase.value),
             waiting_for=mark.detail,
             phase_age_ns=int(self._progress.age_s() * 1e9),
-            memory_bytes=await self._memory(),
+            memory_bytes=await self._memory() if request.with_memory else 0,
         )
         if mark.deadline_s is not None:
             status.phase_deadline_ns = int(mark.deadline_s * 1e9)

@@ -3,16 +3,19 @@
 The server's own signal handling stays out: the process has one way to end, and this is a part of it.
 """
 
+import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import anyio
 import uvicorn
 from starlette.types import ASGIApp
 
 from services.mesh.errors import ConfigurationError
 
 BACKLOG = 1024
+TICK_S = 1.0
 KEEP_ALIVE_S = 75
 """An idle connection is kept above the usual 60 s of proxies, so that it is they who close it."""
 
@@ -41,6 +44,7 @@ class HttpServer(uvicorn.Server):
     """Serves until `end` is called; then takes no connection any more and waits for the open answers."""
 
     def __init__(self, app: ASGIApp) -> None:
+        self._is_ending = asyncio.Event()
         super().__init__(
             uvicorn.Config(
                 app,
@@ -65,6 +69,14 @@ class HttpServer(uvicorn.Server):
         """Serves on the socket until `end`, and until the last open answer is sent."""
         await self.serve([bound])
 
+    async def main_loop(self) -> None:
+        """Ticks once a second, for the date that answers carry; the library's own ten times are a cost at rest."""
+        while not self.should_exit:
+            await self.on_tick(0)
+            with anyio.move_on_after(TICK_S):
+                await self._is_ending.wait()
+
     def end(self) -> None:
         """Stops accepting."""
         self.should_exit = True
+        self._is_ending.set()

@@ -268,7 +268,7 @@ async def test_status_says_what_the_process_is_at(mesh: Mesh) -> None:
         stub = IntrospectionServiceStub(mesh.peers.channel("echo", Rank(1)))
         mesh.progress.enter(Phase.WAITING, "the scheduler", 30.0)
         mesh.introspection.report(lambda status: status.worker.MergeFrom(pb.WorkerStatus(rank=1, weights_bytes=7)))
-        status = await unary(stub.GetStatus, pb.GetStatusRequest(), timeout_s=5.0)
+        status = await unary(stub.GetStatus, pb.GetStatusRequest(with_memory=True), timeout_s=5.0)
         assert (status.identity.service, status.identity.rank, status.identity.pid) == ("echo", 1, os.getpid())
         assert (status.phase, status.waiting_for) == (pb.PHASE_WAITING, "the scheduler")
         assert status.phase_deadline_ns == 30_000_000_000
