@@ -37,6 +37,15 @@ def nobody_is_hurt(case: Case) -> Case:
     return replace(case, faults=(), odds=Odds(), eager_flips=3)
 
 
+def work_fails(case: Case) -> Case:
+    """One rank says that it has failed and restored, while a slow one is still at work."""
+    slowness = tuple(1.0 + 7.0 * (rank == 0) for rank in range(case.num_ranks))
+    odds = Odds(fail=0.4)
+    return replace(
+        case, faults=(), odds=odds, eager_flips=4, is_shared=True, slowness=slowness, control=(5 * US, 50 * US)
+    )
+
+
 def slow_stages(case: Case) -> Case:
     """Stages that are far apart in speed, behind links of one message."""
     slowness = tuple(1.0 + 3.0 * (rank == 0) for rank in range(case.num_ranks))

@@ -1,4 +1,4 @@
-"""Runs schedules: `python -m tests.sim.run --seeds 1000`, or one again with `--seed 17`.
+"""Runs schedules: `python -m tests.sim.run --seeds 1000`, or one again with `--seed 17`, made small with `--shrink`.
 
 Ends with status 1 at the first violation, after its seed, the command that shows it again, the invariant and the last
 events.
@@ -15,6 +15,7 @@ from random import Random
 
 from tests.sim.case import Case, describe, draw_case
 from tests.sim.group import SHIPPED, Group, Parts
+from tests.sim.shrink import shrunk
 from tests.sim.world import InvariantError
 
 COLLECTED_SCHEDULES = 1_000
@@ -110,17 +111,30 @@ def run_seeds(first: int, num_seeds: int, parts: Parts = SHIPPED) -> tuple[Total
     return totals, None
 
 
+def run_one(seed: int, *, shrinks: bool) -> int:
+    """Shows one seed with all its events, or what is left of it when everything is left out that can be."""
+    group, failure = run_seed(seed, keeps_all=True)
+    print(failure.text() if failure else "\n".join(group.world.lines()))  # noqa: T201
+    if failure is not None and shrinks:
+        smallest = shrunk(failure.case, failure.violation.invariant, SHIPPED)
+        if smallest is None:
+            print("not broken under other delays")  # noqa: T201
+        else:
+            case, group, violation = smallest
+            print("\n".join(["", *group.world.lines(), repr(case), describe(case), str(violation)]))  # noqa: T201
+    return int(failure is not None)
+
+
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m tests.sim.run", description=__doc__)
     parser.add_argument("--seeds", type=int, default=300, help="how many schedules")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="only this one, with all its events")
+    parser.add_argument("--shrink", action="store_true", help="with --seed: the smallest case that breaks it")
     arguments = parser.parse_args()
     if arguments.seed is not None:
-        group, failure = run_seed(arguments.seed, keeps_all=True)
-        print(failure.text() if failure else "\n".join(group.world.lines()))  # noqa: T201
-        return int(failure is not None)
+        return run_one(arguments.seed, shrinks=arguments.shrink)
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     totals, failure = run_seeds(arguments.first, arguments.seeds)
     took_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s

@@ -52,6 +52,7 @@ from tests.sim.focuses import (
     scheduler_dies_as_flips_follow_each_other,
     scheduler_dies_as_it_asks,
     slow_stages,
+    work_fails,
 )
 from tests.sim.group import SHIPPED, Parts
 from tests.sim.old_ranks import (
@@ -136,7 +137,7 @@ SPECIMENS = (
         mover=LatelyForgetfulMover,
     ),
     _specimen("a rank enters alone", ("raised", "wedge", "convergence"), participant=EagerParticipant),
-    _specimen("no ABANDON while entered", ("raised",), participant=BoundParticipant),
+    _specimen("no ABANDON while entered", ("raised",), work_fails, participant=BoundParticipant),
     _specimen(
         "no later DISARM while parked",
         ("raised",),

@@ -15,10 +15,11 @@ from tests.sim.group import SHIPPED
 from tests.sim.old_ranks import GatedRank, OwingRank
 from tests.sim.rank import RankProcess
 from tests.sim.run import run_seed, run_seeds
+from tests.sim.shrink import shrunk
 from tests.sim.specimens import SPECIMENS, Specimen
 from tests.sim.world import TAIL_EVENTS, Channel, Process, World
 
-NUM_SEEDS = 300
+NUM_SEEDS = 900
 NUM_BATCHES = 6
 
 
@@ -78,6 +79,18 @@ def test_a_failure_says_how_to_see_it_again() -> None:
     assert about.startswith(f"seed {failure.seed}: {failure.case.num_ranks} ranks")
     assert 0 < len(events) <= TAIL_EVENTS
     assert all(re.match(r" *\d+\.\d{3}  \S+ +\S+", event) for event in events)
+
+
+def test_a_failing_case_is_made_small() -> None:
+    specimen = next(specimen for specimen in SPECIMENS if "(Z6)" in specimen.name)
+    failing = (run_seed(seed, specimen.parts)[1] for seed in specimen.seeds)
+    large = next(failure for failure in failing if failure is not None and len(failure.case.asked) > 1)
+    smallest = shrunk(large.case, large.violation.invariant, specimen.parts)
+    assert smallest is not None
+    case, _, violation = smallest
+    assert violation.invariant == large.violation.invariant
+    assert len(case.asked) < len(large.case.asked) and len(case.faults) <= len(large.case.faults)
+    assert shrunk(case, "census", specimen.parts) is None, "another rule is another failure"
 
 
 def test_seeds_reach_what_they_are_to_reach() -> None:
