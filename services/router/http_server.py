@@ -13,6 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from services.mesh.errors import ConfigurationError
+from services.router.http_protocol import BoundedHttp
 
 BACKLOG = 1024
 TICK_S = 1.0
@@ -48,7 +49,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=BoundedHttp,
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from services.core.request import Rejected, RejectReason
+from services.router.http_protocol import MAX_HEAD_BYTES
 from tests.unit.router_stand import ALPHABET, Stand, alphabet, events_of, eventually, stand
 
 
@@ -129,6 +131,23 @@ async def test_malformed_bodies(at: Stand, path: str, content: bytes) -> None:
     assert answer.status_code == 400
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     assert len(answer.content) < 8192
+
+
+@pytest.mark.parametrize("line", [b"x-flood: 1\r\n" * 1000, b"y" * 16_384])
+async def test_a_head_that_does_not_end_is_not_kept(at: Stand, line: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(at.url.rpartition(":")[2]))
+    writer.write(b"GET /version HTTP/1.1\r\nhost: x\r\nx-long: ")
+    num_bytes = 0
+    with suppress(ConnectionError):
+        while not reader.at_eof() and num_bytes < 64 * MAX_HEAD_BYTES:
+            writer.write(line)
+            num_bytes += len(line)
+            await writer.drain()
+            await asyncio.sleep(0)
+    assert num_bytes < 64 * MAX_HEAD_BYTES, "the connection was still taking bytes"
+    writer.close()
+    large = {"x-large": "y" * (MAX_HEAD_BYTES // 2)}
+    assert (await at.http.get("/version", headers=large)).status_code == 200
 
 
 async def test_wrong_content_type_method_and_path(at: Stand) -> None:
