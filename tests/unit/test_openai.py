@@ -2,6 +2,7 @@
 
 import gc
 import json
+import sys
 import threading
 from contextlib import suppress
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.asked import RequestBounds
-from services.router.http_body import INLINE_BYTES, decode, parse_body
+from services.router.http_body import INLINE_BYTES, MAX_INTEGER_DIGITS, bound_integers, decode, parse_body
 from services.router.openai import parse_chat, parse_completion
 from services.router.openai_replies import floored, token_name
 from services.router.refusal import Kind, RefusalError
@@ -241,7 +242,8 @@ def test_any_body_is_taken_or_refused(body: dict[str, Any], is_chat: bool) -> No
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b" ", b"{", b"[" * 500_000, b'{"a":NaN}', b'{"a":-Infinity}', b"\xff\xfe\xfa", b"1" * 5000, b"{'a':1}"]
+    "body",
+    [b"", b" ", b"{", b"[" * 500_000, b'{"a":NaN}', b'{"a":-Infinity}', b"\xff\xfe\xfa", b"1" * 5000, b"{'a':1}"],
 )
 def test_what_is_no_json(body: bytes) -> None:
     with pytest.raises(RefusalError) as refused:
@@ -276,6 +278,19 @@ def test_more_to_parse_than_the_loop_can_wait_for(body: bytes) -> None:
         decode(body)
     assert (refused.value.kind, refused.value.code) == (Kind.TOO_LARGE, "body_too_large")
     assert decode(body, window_room=10**6), "a text or ids that the window holds may have as many"
+
+
+def test_a_long_integer_is_refused_before_it_is_computed() -> None:
+    """P5.15"""
+    before = sys.get_int_max_str_digits()
+    bound_integers()
+    try:
+        assert decode(b"9" * MAX_INTEGER_DIGITS) == 10**MAX_INTEGER_DIGITS - 1
+        with pytest.raises(RefusalError) as refused:
+            decode(b"9" * (MAX_INTEGER_DIGITS + 1))
+    finally:
+        sys.set_int_max_str_digits(before)
+    assert refused.value.code == "invalid_json"
 
 
 @pytest.mark.parametrize("ending", [b"]", b"}"])
