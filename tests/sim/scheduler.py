@@ -16,7 +16,7 @@ from services.core.request import Rejected, RejectReason, RequestEvent, Submissi
 from services.core.step import AbandonEntry, CommitEntry, Entry, FlipEntry, LogEntry, ResetEntry, StepPlan, StepReport
 from services.mesh.fence import EpochFence
 from services.policy.decide import Advice, LoadSignal
-from services.scheduler.batcher import Batcher
+from services.scheduler.batcher import Batcher, Load
 from services.scheduler.step_ledger import StepLedger
 from tests.sim.case import MOVER_ABSENT_NS, STEP_NS
 from tests.sim.data_plane import DataPlane
@@ -32,6 +32,9 @@ MOVER_RETRY_NS = 5_000_000
 
 EAGER_NS = 2_000_000
 """Until the next attempt, at most, where attempts follow each other at once."""
+
+MAX_SIGNAL_FACTOR = 16
+"""How many times rarer the policy is asked while nothing changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,9 @@ class Run:
     num_abandoned_in_a_row: int = 0
     flipped_ns: int = 0
     attempted_ns: int = 0
+    signalled: Load | None = None
+    """What the policy was told last."""
+    signal_factor: int = 1
 
 
 class SchedulerProcess(Process):
@@ -324,7 +330,10 @@ class SchedulerProcess(Process):
         )
         self.group.ask_policy(signal)
         assert self.group.case.policy_ns is not None
-        self.world.at(self.group.case.policy_ns, self, self._signal, run)
+        # Where nothing changes there is less and less to ask.
+        run.signal_factor = 1 if load != run.signalled else min(2 * run.signal_factor, MAX_SIGNAL_FACTOR)
+        run.signalled = load
+        self.world.at(run.signal_factor * self.group.case.policy_ns, self, self._signal, run)
 
     def on_advice(self, advice: Advice) -> None:
         """The policy's answer."""
