@@ -70,10 +70,12 @@ async def main(shell: Shell) -> None:
     router = build(shell, model, files.geometry.max_context_tokens)
     bound = bind(settings.router.http_host, settings.router.http_port)
     host, port = bound.getsockname()[:2]
-    shell.introspection.report(partial(_report, router, f"{host}:{port}", settings.router.grpc_address or ""))
     published = shell.paths.address("router", "http")
     grpc_published = shell.paths.address("router", "grpc")
     async with shell.server.running(tcp_address=settings.router.grpc_address, publish=grpc_published):
+        # The port in use, where any free one was asked for.
+        grpc_address = grpc_published.read_text("ascii").strip() if grpc_published.exists() else ""
+        shell.introspection.report(partial(_report, router, f"{host}:{port}", grpc_address))
         write_atomically(published, f"{host}:{port}\n")
         shell.log.info("serving-http", address=f"{host}:{port}", model=model.name)
         try:

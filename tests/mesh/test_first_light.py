@@ -47,8 +47,11 @@ def test_the_answer_is_the_same_however_the_model_is_cut(
     body = {**QUESTION, "max_tokens": 30}
     expected = ask(mesh, "/v1/chat/completions", body)["choices"]
     group = {"num_ranks": num_ranks, "layout": layout, "carrier": carrier}
-    with started(tmp_path, group=group, policy={"mode": "manual"}) as other:
+    router = {"grpc_address": "127.0.0.1:0"}
+    with started(tmp_path, group=group, router=router, policy={"mode": "manual"}) as other:
         assert ask(other, "/v1/chat/completions", body)["choices"] == expected
+        told = other.status()["processes"]["router"]["router"]["grpc_address"]
+        assert told == (other.state / "run" / "router.grpc").read_text().strip() != "127.0.0.1:0"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
