@@ -26,8 +26,9 @@ from services.mesh.settings import Settings
 from services.worker.collectives import Carrier, ShmCarrier
 from services.worker.layouts import both_layouts, cut_within_blocks, shard_units
 from services.worker.ledger_report import priced
-from services.worker.private.dual_memory import MAX_CHUNK_BYTES, dual_memory, least_message_bytes
-from services.worker.private.row_mover import MoveBounds
+from services.worker.private.dual_memory import dual_memory
+from services.worker.private.pool_pair import least_message_bytes
+from services.worker.private.wire import MAX_CHUNK_BYTES, MoveBounds
 from services.worker.rank_memory import RankMemory, SharedMemory
 from services.worker.ring import RingWriter
 from services.worker.runner import MAX_UNREAD_STEPS, Runner, RunnerLimits

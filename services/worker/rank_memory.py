@@ -60,18 +60,25 @@ class RankMemory(Protocol):
     def weights(self, kind: LayoutKind) -> Weights:
         """The weights of this rank's share under a layout."""
 
-    def open_pools(self, num_blocks: int) -> Mapping[LayoutKind, Pool]:
-        """Pools of `num_blocks` for both layouts, at RESET; those of an earlier RESET are gone."""
+    def open_pools(self, num_blocks: int, kind: LayoutKind) -> Mapping[LayoutKind, Pool]:
+        """Pools of `num_blocks` for both layouts, at RESET, of which `kind` is in force; earlier ones are gone."""
 
     def plan(self, flip: FlipEntry) -> FlipPlan:
         """What the flip would move; never raises for what the entry says."""
 
     def move(self, flip: FlipEntry) -> Moved:
-        """Read, seam, write and verify; the layout before stays whole until COMMIT.
+        """Read, seam, write and verify; until COMMIT the layout before is there, or can be had back.
 
         Raises:
             RestorableError: it could not be done; the layout before has its bytes.
             DataPlaneLostError: the exchange broke.
+        """
+
+    def settle(self, kind: LayoutKind) -> None:
+        """After an outcome: `kind` is in force from the next entry on, whatever was moved.
+
+        Raises:
+            DataPlaneLostError: its bytes cannot be had.
         """
 
 
@@ -110,7 +117,7 @@ class SharedMemory:
         """See RankMemory."""
         return self._store
 
-    def open_pools(self, num_blocks: int) -> Mapping[LayoutKind, Pool]:
+    def open_pools(self, num_blocks: int, kind: LayoutKind) -> Mapping[LayoutKind, Pool]:
         """See RankMemory: one pool for both."""
         return dict.fromkeys(LayoutKind, KvPool(self._pool_fd, self._geometry, num_blocks))
 
@@ -121,3 +128,6 @@ class SharedMemory:
     def move(self, flip: FlipEntry) -> Moved:
         """See RankMemory: the bytes of both layouts are where they are."""
         return Moved()
+
+    def settle(self, kind: LayoutKind) -> None:
+        """See RankMemory: both layouts are there."""

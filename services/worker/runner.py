@@ -245,13 +245,14 @@ class Runner:
         self.notice(Parked(flip.flip_id, last_end, parked_unix_ns, not plan.refusal, plan.refusal, plan.hash))
 
     def _commit(self, commit: CommitEntry, sequence: Sequence) -> None:
-        assert self._active is not None
-        assert self.follower.epoch is not None
+        assert self._active is not None and self.follower.epoch is not None
         switch_all([self._active, *self.holders], commit.layout, self.follower.epoch)
         self._record(RecordKind.COMMITTED, sequence)
         self._switched(commit.flip_id, is_committed=True)
 
     def _switched(self, flip_id: FlipId, *, is_committed: bool) -> None:
+        assert self._active is not None
+        self._memory.settle(self._active.held[0])
         self._times = _StepTimes(switched=(flip_id, time.time_ns()))
         self.notice(Switched(flip_id, is_committed))
 
@@ -287,7 +288,7 @@ class Runner:
                 max_batch_tokens=limits.max_batch_tokens,
             )
         )
-        pools = self._memory.open_pools(reset.num_blocks)
+        pools = self._memory.open_pools(reset.num_blocks, reset.layout)
         assert self.follower.epoch is not None
         self._active = ActiveLayout(self._layouts, self._stages, pools, (reset.layout, self.follower.epoch))
         assert self.follower.sequence is not None

@@ -37,7 +37,7 @@ def memory_of(group: Group, rank: int) -> DualMemory:
 
 
 def pools_of(group: Group, kind: LayoutKind) -> list[LayoutPool]:
-    return [memory_of(group, rank)._pools[kind] for rank in range(len(group.ranks))]
+    return [memory_of(group, rank)._rows.pools[kind] for rank in range(len(group.ranks))]
 
 
 def flip(group: Group, target: LayoutKind, live: BlockRuns, *, working: Sequence[int] | None = None) -> Flipped:

@@ -19,7 +19,7 @@ from services.worker.collectives import ShmCarrier
 from services.worker.execution import Answer
 from services.worker.layouts import both_layouts, cut_within_blocks, shard_units
 from services.worker.private.dual_memory import dual_memory
-from services.worker.private.row_mover import MoveBounds
+from services.worker.private.wire import MoveBounds
 from services.worker.rank_memory import RankMemory, SharedMemory
 from services.worker.runner import MAX_UNREAD_STEPS, Runner, RunnerLimits
 from services.worker.weights import WeightStore

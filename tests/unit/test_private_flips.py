@@ -145,7 +145,7 @@ def test_one_changed_byte_is_caught_and_the_layout_before_serves_on(
     with group_of(files, 2, mode="dual") as group:
         group.log.reset(TP, NUM_BLOCKS, 8, 256)
         group.log.prefill({0: PROMPT * 4}, 64)
-        FaultyWire(memory_of(group, victim)._mover._carrier, at_message)
+        FaultyWire(memory_of(group, victim)._rows._mover._wire._carrier, at_message)
         answers = flip(group, PP, owned(group)).answers
         lost = [answer for answer in answers if isinstance(answer, WorkLost)]
         assert [answer for answer in answers if answer not in lost] == [answers[1 - victim]]
@@ -165,7 +165,7 @@ def test_a_rank_that_cannot_begin_holds_up_nobody(tiny: tuple[ModelFiles, TinyLl
         keys, pool.keys = pool.keys, {}
         answers = flip(group, TP, owned(group)).answers
         assert all(isinstance(answer, WorkLost) and answer.restored for answer in answers)
-        assert isinstance(answers[0], WorkLost) and "ranks [1] cannot move their rows" in answers[0].reason
+        assert isinstance(answers[0], WorkLost) and "ranks [1] have failed" in answers[0].reason
         pool.keys = keys
         group.log.decode([0], 3)
         flip(group, TP, owned(group))
@@ -184,7 +184,7 @@ def test_a_peer_that_never_comes_ends_the_generation_by_name(tiny: tuple[ModelFi
 def test_an_error_within_the_exchange_releases_the_partner(tiny: tuple[ModelFiles, TinyLlama]) -> None:
     with group_of(tiny[0], 2, mode="dual") as group:
         group.log.reset(PP, NUM_BLOCKS, 8, 256)
-        carrier: Any = memory_of(group, 1)._mover._carrier
+        carrier: Any = memory_of(group, 1)._rows._mover._wire._carrier
 
         def fail(*args: Any, **kwargs: Any) -> None:
             raise MemoryError("no memory for the message")
@@ -209,7 +209,7 @@ def test_a_second_reset_begins_with_empty_pools(tiny: tuple[ModelFiles, TinyLlam
         group.log.reset(PP, NUM_BLOCKS, 8, 256)
         for pool in pools_of(group, PP):
             poison(pool)
-        memory_of(group, 0).open_pools(2 * NUM_BLOCKS)
+        memory_of(group, 0).open_pools(2 * NUM_BLOCKS, PP)
         pool = pools_of(group, PP)[0]
         assert pool.num_blocks == 2 * NUM_BLOCKS and not any(plane.any() for plane in pool.keys.values())
         assert torch.equal(pool.values[0], torch.zeros_like(pool.values[0]))

@@ -15,10 +15,11 @@ from torch import Tensor
 from kernels.attention import paged_attention
 from kernels.collective_status import Purpose
 from kernels.elementwise import rms_norm, rope_and_store, rope_table, silu_mul
-from kernels.linear import Matrix, multiply, take_rows
+from kernels.linear import Matrix, take_rows
 from services.formats.geometry import RopePairing
 from services.worker.batch import Batch
 from services.worker.kv_cache import Pool
+from services.worker.model.products import Weight, multiply
 from services.worker.model.stage import StageSpec, Weights
 
 
@@ -26,19 +27,19 @@ from services.worker.model.stage import StageSpec, Weights
 class AttentionWeights:
     """One layer's projections, this share's heads."""
 
-    q: Matrix
-    k: Matrix
-    v: Matrix
-    output: Matrix
+    q: Weight
+    k: Weight
+    v: Weight
+    output: Weight
 
 
 @dataclass(frozen=True, slots=True)
 class FfnWeights:
     """One layer's FFN, this share's columns."""
 
-    gate: Matrix
-    up: Matrix
-    down: Matrix
+    gate: Weight
+    up: Weight
+    down: Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ class LlamaStage:
 
     def embed(self, batch: Batch) -> None:
         """Begins the residual stream from the ids."""
-        assert self._embedding is not None, "the residual stream begins where the first layer is"
+        assert isinstance(self._embedding, Matrix), "the residual stream begins where the first layer is"
         take_rows(self._embedding, batch.input_ids, self.hidden(batch.num_tokens))
 
     def layers(self, batch: Batch, pool: Pool) -> None:
@@ -200,7 +201,7 @@ class _Step:
         silu_mul(self.gate, self.up, self.gate)
         self._add(weights.down, self.gate, Purpose.FFN_OUTPUT)
 
-    def _add(self, matrix: Matrix, x: Tensor, purpose: Purpose) -> None:
+    def _add(self, matrix: Weight, x: Tensor, purpose: Purpose) -> None:
         multiply(x, matrix, self.hidden, accumulate=self.spec.keeps_residual)
         self.spec.reduce(self.hidden, purpose)
 

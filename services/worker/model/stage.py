@@ -11,11 +11,11 @@ from typing import Protocol
 from torch import Tensor
 
 from kernels.collective_status import Purpose
-from kernels.linear import Matrix
 from services.core.layout import RankShare, Span
 from services.formats.geometry import ModelGeometry
 from services.worker.batch import Batch
 from services.worker.kv_cache import Pool
+from services.worker.model.products import Weight
 
 Reduce = Callable[[Tensor, Purpose], None]
 """Sums a contiguous float32 tensor over the ranks, in place; does nothing where this rank's sum is the whole."""
@@ -38,8 +38,8 @@ class StageSpec:
 class Weights(Protocol):
     """Where a stage finds its share's matrices and vectors, by canonical name (tensor_places)."""
 
-    def matrix(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> Matrix:
-        """The part of a matrix that a share holds; the whole by default."""
+    def matrix(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> Weight:
+        """The part of a matrix that a share holds; the whole by default. The embedding is in one piece."""
 
     def vector(self, name: str) -> Tensor:
         """[columns] float32."""

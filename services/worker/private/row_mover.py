@@ -18,28 +18,15 @@ import torch
 from torch import Tensor
 
 from kernels.checksum import WORD_BYTES, join_checksums
-from kernels.collective_status import AbortReason, Purpose
 from kernels.reshard import Planes, Runs, pack_and_sum, scatter_and_sum
 from services.core.ids import BLOCK_SLOTS, Rank
 from services.core.kv_reshard import Leg, RowPlan
 from services.core.layout import Span
-from services.worker.collectives import Carrier
 from services.worker.private.layout_pool import LayoutPool
 from services.worker.private.leg_chunks import leg_chunks
 from services.worker.private.tournament import Turn, partners, turns
-from services.worker.rank_memory import DataPlaneLostError, Moved, RestorableError
-
-_SIGN, _WRAP = 1 << 63, 1 << 64
-
-
-@dataclass(frozen=True, slots=True)
-class MoveBounds:
-    """Of one rank's mover."""
-
-    chunk_bytes: int
-    """Largest message; the carrier holds two of them in each direction. Not below one block of one layer."""
-    deadline_s: float
-    """Of every wait for a peer."""
+from services.worker.private.wire import Wire
+from services.worker.rank_memory import Moved, RestorableError
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,30 +65,25 @@ class _Ends:
 class RowMover:
     """One rank's end of every flip of a generation. Use from the model thread."""
 
-    def __init__(self, carrier: Carrier, head_block_bytes: int, num_kv_heads: int, bounds: MoveBounds) -> None:
+    def __init__(self, wire: Wire, head_block_bytes: int, num_kv_heads: int) -> None:
         """`head_block_bytes`: of one block of one head in one layer, keys and values."""
-        self._carrier, self._head_block_bytes, self._bounds = carrier, head_block_bytes, bounds
-        self._rank, self._num_ranks = Rank(carrier.rank), carrier.num_ranks
-        size = max(bounds.chunk_bytes, num_kv_heads * head_block_bytes)
+        self._wire, self._head_block_bytes = wire, head_block_bytes
+        self._rank, self._num_ranks = wire.rank, wire.num_ranks
+        size = max(wire.bounds.chunk_bytes, num_kv_heads * head_block_bytes)
         self._outgoing, self._incoming = (torch.zeros(size, dtype=torch.uint8) for _ in range(2))
-
-    @property
-    def rank(self) -> Rank:
-        """This rank's index in the group."""
-        return self._rank
 
     def move(self, plan: RowPlan, source: LayoutPool, destination: LayoutPool) -> Moved:
         """All legs of this rank; see RankMemory.move for what it raises."""
         ends = _Ends.none(self._num_ranks)
-        with self._data_plane(), ends.timed("verify"):
+        with self._wire.guarded(), ends.timed("verify"):
             # What can fail alone fails here, before anybody waits for anybody.
             outgoing, incoming, failure = self._prepared(plan, source, destination)
-            self._agree(plan, failure)
-        with self._data_plane():
+            self._wire.agree(failure, plan.hash)
+        with self._wire.guarded():
             self._move_within(outgoing.get(self._rank, []), incoming.get(self._rank, []), ends)
             for peer in partners(self._rank, self._num_ranks):
                 self._meet(peer, outgoing.get(peer, []), incoming.get(peer, []), ends)
-        with self._data_plane(), ends.timed("verify"):
+        with self._wire.guarded(), ends.timed("verify"):
             theirs = self._others_ends(ends)
         self._verify(theirs, ends)
         received = [leg for leg in plan.of(self._rank) if leg.source != leg.destination == self._rank]
@@ -112,17 +94,6 @@ class RowMover:
             bytes_moved=sum(leg.num_bytes(self._head_block_bytes) for leg in received),
             rows_moved=sum(leg.num_blocks * BLOCK_SLOTS for leg in received),
         )
-
-    @contextmanager
-    def _data_plane(self) -> Iterator[None]:
-        """Whatever fails within ends the wait of every peer, by name, and the generation."""
-        try:
-            yield
-        except RestorableError:
-            raise
-        except Exception as error:
-            self._carrier.abort(AbortReason.STEP_FAILED)
-            raise DataPlaneLostError(f"rank {self._rank}: {type(error).__name__}: {error}") from error
 
     # Before the exchange.
 
@@ -142,7 +113,7 @@ class RowMover:
         parts: dict[Rank, list[_Part]] = {}
         planes: dict[Span, Planes] = {}
         for peer, leg in legs:
-            for chunk in leg_chunks(leg, self._head_block_bytes, self._bounds.chunk_bytes):
+            for chunk in leg_chunks(leg, self._head_block_bytes, self._wire.bounds.chunk_bytes):
                 if chunk.layers not in planes:
                     planes[chunk.layers] = pool.planes(chunk.layers)
                 part = _Part(
@@ -150,18 +121,6 @@ class RowMover:
                 )
                 parts.setdefault(peer, []).append(part)
         return parts
-
-    def _agree(self, plan: RowPlan, failure: Exception | None) -> None:
-        """Raises RestorableError on every rank if one has failed, or has another plan."""
-        found = self._gathered([int(failure is None), plan.hash])
-        failed = [rank for rank, (is_ready, _) in enumerate(found) if not is_ready]
-        if failure is not None:
-            raise RestorableError(f"rank {self._rank} cannot move its rows: {failure}") from failure
-        if failed:
-            raise RestorableError(f"ranks {failed} cannot move their rows: nothing was sent; see their reasons")
-        hashes = [plan_hash for _, plan_hash in found]
-        if len(set(hashes)) > 1:
-            raise RestorableError(f"plans differ, {[f'{value:016x}' for value in hashes]} by rank: nothing was sent")
 
     # The exchange.
 
@@ -180,15 +139,15 @@ class RowMover:
                 self._take(peer, incoming[index], ends)
 
     def _send(self, peer: Rank, part: _Part, ends: _Ends) -> None:
-        staging, tag = self._outgoing[: part.num_bytes], ends.num_sent[peer]
+        staging, number = self._outgoing[: part.num_bytes], ends.num_sent[peer]
         self._pack(part, staging, peer, ends)
         with ends.timed("read"):
-            self._carrier.send(staging, peer, tag, deadline_s=self._bounds.deadline_s, purpose=Purpose.FLIP)
+            self._wire.send(staging, peer, number)
 
     def _take(self, peer: Rank, part: _Part, ends: _Ends) -> None:
-        staging, tag = self._incoming[: part.num_bytes], ends.num_received[peer]
+        staging, number = self._incoming[: part.num_bytes], ends.num_received[peer]
         with ends.timed("write"):
-            self._carrier.recv(staging, peer, tag, deadline_s=self._bounds.deadline_s, purpose=Purpose.FLIP)
+            self._wire.take(staging, peer, number)
         self._scatter(part, staging, peer, ends)
 
     def _pack(self, part: _Part, staging: Tensor, peer: Rank, ends: _Ends) -> None:
@@ -212,7 +171,7 @@ class RowMover:
 
     def _others_ends(self, ends: _Ends) -> list[tuple[int, int]]:
         """By rank: the sum and the number of the messages that it sent to this one."""
-        found = self._gathered([*ends.sent_sum, *ends.num_sent])
+        found = self._wire.gathered([*ends.sent_sum, *ends.num_sent])
         return [(values[self._rank], values[self._num_ranks + self._rank]) for values in found]
 
     def _verify(self, theirs: Sequence[tuple[int, int]], ends: _Ends) -> None:
@@ -223,17 +182,3 @@ class RowMover:
                     f"rows from rank {peer} to rank {self._rank} are not what was sent: {num_sent} messages with "
                     f"checksum {sent_sum:016x} sent, {got[1]} with {got[0]:016x} received; the layout before goes on"
                 )
-
-    def _gathered(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's values, each in [0, 2^64), by rank."""
-        signed = [value - _WRAP if value >= _SIGN else value for value in values]
-        own = torch.tensor([signed], dtype=torch.int64)
-        if self._num_ranks > 1:
-            widths = [len(values)] * self._num_ranks
-            everyone = self._carrier.all_gather_columns(
-                own, widths, to_rank=None, deadline_s=self._bounds.deadline_s, purpose=Purpose.FLIP
-            )
-            assert everyone is not None
-            own = everyone
-        rows: list[list[int]] = own.view(self._num_ranks, -1).tolist()
-        return [[value % _WRAP for value in row] for row in rows]

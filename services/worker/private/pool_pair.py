@@ -1,0 +1,76 @@
+"""The KV pools of both layouts of one rank, both resident, and the live rows' way from one to the other.
+
+Ids are equal in both: a row keeps its id for life. A flip reads the pool in force and writes the other one; until
+COMMIT the one in force is whole.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from services.core.ids import BLOCK_SLOTS, LayoutKind
+from services.core.kv_reshard import RowPlan, kv_holdings, row_plan
+from services.core.layout import Layout, LayoutError
+from services.core.step import FlipEntry
+from services.formats.geometry import ModelGeometry
+from services.worker.kv_cache import Pool
+from services.worker.private.layout_pool import FLOAT_BYTES, LayoutPool
+from services.worker.private.row_mover import RowMover
+from services.worker.private.wire import Wire
+from services.worker.rank_memory import FlipPlan, Moved, RestorableError
+
+
+def head_block_bytes(geometry: ModelGeometry) -> int:
+    """Of one block of one KV head in one layer, keys and values."""
+    return 2 * BLOCK_SLOTS * geometry.head_dim * FLOAT_BYTES
+
+
+def least_message_bytes(geometry: ModelGeometry) -> int:
+    """What a carrier must hold of one message, so that a block of one layer need not be cut."""
+    return geometry.num_kv_heads * head_block_bytes(geometry)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """What is to be done for one FLIP entry."""
+
+    flip: FlipEntry
+    plan: RowPlan
+
+
+class PoolPair:
+    """Pools are there from `open` on."""
+
+    def __init__(self, geometry: ModelGeometry, layouts: Mapping[LayoutKind, Layout], wire: Wire) -> None:
+        self._geometry, self._layouts, self._rank = geometry, layouts, wire.rank
+        self._mover = RowMover(wire, head_block_bytes(geometry), geometry.num_kv_heads)
+        self._holdings = {kind: kv_holdings(layout, geometry.num_kv_heads) for kind, layout in layouts.items()}
+        self._pending: _Pending | None = None
+        self.pools: dict[LayoutKind, LayoutPool] = {}
+
+    def open(self, num_blocks: int) -> Mapping[LayoutKind, Pool]:
+        """Pools of equal ids; those of an earlier call are gone."""
+        self.pools.clear()
+        for kind, layout in self._layouts.items():
+            share = layout.shares[self._rank]
+            self.pools[kind] = LayoutPool(share.layers, share.kv_heads, self._geometry.head_dim, num_blocks)
+        return self.pools
+
+    def plan(self, flip: FlipEntry) -> FlipPlan:
+        """A rank's verdict on moving the live rows: equal hashes mean equal legs."""
+        self._pending = None
+        num_blocks = self.pools[flip.target].num_blocks
+        beyond = [run for run in flip.live_runs if run[0] + run[1] > num_blocks]
+        if beyond:
+            return FlipPlan(0, f"live blocks {beyond[0]} (begin, length) are beyond the pool's {num_blocks}")
+        try:
+            plan = row_plan(self._holdings[flip.target.other], self._holdings[flip.target], flip.live_runs)
+        except LayoutError as error:
+            return FlipPlan(0, str(error))
+        self._pending = _Pending(flip, plan)
+        return FlipPlan(plan.hash)
+
+    def move(self, flip: FlipEntry) -> Moved:
+        """Moves the live rows; raises like RankMemory.move, a verdict of this rank alone included."""
+        if self._pending is None or self._pending.flip != flip:
+            raise RestorableError(f"flip {flip.flip_id} has no plan here: nothing was moved")
+        return self._mover.move(self._pending.plan, self.pools[flip.target.other], self.pools[flip.target])
