@@ -6,6 +6,7 @@ events.
 
 import argparse
 import gc
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -96,11 +97,15 @@ def run_seed(
     return group, None
 
 
-def run_seeds(first: int, num_seeds: int, parts: Parts = SHIPPED) -> tuple[Totals, Failure | None]:
-    """Many schedules, up to the first failure."""
-    totals = Totals()
+def run_seeds(
+    first: int, num_seeds: int, parts: Parts = SHIPPED, *, within_s: float = math.inf
+) -> tuple[Totals, Failure | None]:
+    """Many schedules, up to the first failure, or as many as fit into `within_s`."""
+    totals, until_s = Totals(), time.monotonic() + within_s
     with no_collections():
         for seed in range(first, first + num_seeds):
+            if time.monotonic() > until_s:
+                break
             group, failure = run_seed(seed, parts)
             if failure is not None:
                 return totals, failure
@@ -130,13 +135,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim.run", description=__doc__)
     parser.add_argument("--seeds", type=int, default=300, help="how many schedules")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="as many of them as fit")
     parser.add_argument("--seed", type=int, help="only this one, with all its events")
     parser.add_argument("--shrink", action="store_true", help="with --seed: the smallest case that breaks it")
     arguments = parser.parse_args()
     if arguments.seed is not None:
         return run_one(arguments.seed, shrinks=arguments.shrink)
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
-    totals, failure = run_seeds(arguments.first, arguments.seeds)
+    totals, failure = run_seeds(arguments.first, arguments.seeds, within_s=arguments.seconds)
     took_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
     if failure is not None:
         print(failure.text())  # noqa: T201
