@@ -85,8 +85,8 @@ class PrefixTree:
     def publish(self, parent: PrefixNode | None, key: TokenKey, block: BlockId) -> PrefixNode:
         """Makes a full block known behind `parent` (None: the root) and pins it; the tree owns `block` from here on.
 
-        Where the same prefix is known already, that node is pinned instead and `block` stays the caller's; unless nobody
-        pins it: then it takes `block`, and its own is free, so that no request holds two copies of its own prefix.
+        Where the same prefix is known already, that node is pinned instead and `block` stays the caller's; unless
+        nobody pins it: then it takes `block`, and its own is free, so that no request holds two copies of its prefix.
         """
         children = self._roots if parent is None else parent.children
         node = children.get(key)

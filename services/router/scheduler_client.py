@@ -147,6 +147,12 @@ class SchedulerClient:
             registered.choice.fail(Kind.UNAVAILABLE, why)
             registered.wake()
 
+    def drop(self, why: str) -> None:
+        """Gives the stream up, since that of a stopped scheduler never ends by itself; choices wait for the next."""
+        if self._call is not None:
+            self._log.warning("scheduler-given-up", why=why)
+            self._call.cancel()
+
     # The stream.
 
     async def _serve_once(self) -> str:

@@ -42,6 +42,9 @@ from services.router.tokens import open_tokens
 
 TOKENISING_REQUESTS = 8
 """Prompts of the largest size that may wait for the tokeniser together."""
+SCHEDULER_SILENT_S = 10.0
+"""A scheduler not heard for so long is given up: it is stopped, and its stream would hold clients for as long."""
+LOOK_S = 1.0
 LAST_WORDS_S = 0.4
 """After the drain: how long the last events may take to reach their sockets."""
 
@@ -172,7 +175,8 @@ async def _flip_to(shell: Shell, bound_s: float, target: LayoutKind) -> str | No
 async def serve(shell: Shell, router: Router, bound: socket.socket) -> None:
     """Runs the parts until the process is asked to stop, then drains."""
     async with anyio.create_task_group() as tasks:
-        for run in (router.client.run, router.readiness.run, router.watch.run, partial(_follow, shell, router)):
+        watches = (partial(_follow, shell, router), partial(_give_up_the_silent, router))
+        for run in (router.client.run, router.readiness.run, router.watch.run, *watches):
             tasks.start_soon(run)
         http_ended = anyio.Event()
         tasks.start_soon(_serve_http, router.server, bound, http_ended)
@@ -199,6 +203,14 @@ async def _drain(router: Router, drain_s: float, http_ended: anyio.Event) -> Non
     router.client.close("the server is shutting down and the answer was cut off")
     with anyio.move_on_after(LAST_WORDS_S):
         await http_ended.wait()
+
+
+async def _give_up_the_silent(router: Router) -> None:
+    while True:
+        await anyio.sleep(LOOK_S)
+        silence_s = router.watch.silence_s(("scheduler", None))
+        if router.client.group is not None and silence_s > SCHEDULER_SILENT_S:
+            router.client.drop(f"it was not heard for {silence_s:.1f} s")
 
 
 async def _follow(shell: Shell, router: Router) -> None:

@@ -140,6 +140,7 @@ class ScriptedScheduler(SchedulerServiceServicer, IntrospectionServiceServicer):
         self.generation = 1
         self.num_streams = 0
         self.flips: list[int] = []
+        self.is_stopped = False
         self._gate = asyncio.Event()
         self._mark = asyncio.Event()
         self._outgoing: asyncio.Queue[pb.ServeRequestsResponse | None] | None = None
@@ -200,6 +201,8 @@ class ScriptedScheduler(SchedulerServiceServicer, IntrospectionServiceServicer):
         )
 
     async def GetStatus(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802
+        if self.is_stopped:
+            await asyncio.Event().wait()
         return introspection_pb2.GetStatusResponse()
 
     async def GetMetrics(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802

@@ -1,5 +1,6 @@
 """What /health and /ready say: progress counts, output does not; silence counts whatever was said before."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,9 +11,11 @@ from flipmesh.common.v1 import introspection_pb2 as pb
 from services.core.ids import Epoch, Generation, LayoutKind, Rank
 from services.mesh.settings import Settings
 from services.mesh.shell import Shell
+from services.router import service
 from services.router.admission import Admission
 from services.router.health import SILENT_S, Health, ProcessWatch
 from services.router.scheduler_client import OpenGroup, SchedulerClient
+from tests.unit.router_stand import alphabet, eventually, stand
 from tests.unit.scripted_scheduler import shell_in
 
 STEP_S = 10.0
@@ -111,3 +114,20 @@ async def test_ready_is_of_one_generation_and_not_of_a_draining_router(at: Bench
     at.admission.close("the server drains")
     assert at.health.readiness().reasons == ("the server drains",)
     assert at.health.verdict().is_good
+
+
+async def test_a_stopped_scheduler_holds_clients_no_longer_than_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P1.16: its stream never ends by itself."""
+    monkeypatch.setattr(service, "SCHEDULER_SILENT_S", 1.6)
+    async with stand(tmp_path, alphabet, resubmit_budget_s=0.0) as at:
+        at.scheduler.gate_at = 2
+        asked = asyncio.ensure_future(at.chat(stream=False))
+        await at.scheduler.until(lambda: len(at.scheduler.requests()) == 1)
+        at.scheduler.is_stopped = True
+        answer = await asked
+        assert answer.status_code == 503
+        at.scheduler.is_stopped = False
+        at.scheduler.open_gate()
+        await eventually(lambda: at.router.client.group is not None)
