@@ -39,7 +39,7 @@ class GroupSettings:
 
     num_ranks: int = ranged(2, 1, 1024)
     layout: LayoutKind = LayoutKind.TP
-    mode: Literal["shared", "dual"] = "shared"
+    mode: Literal["shared", "dual", "exchange"] = "shared"
     carrier: Literal["shm", "gloo"] = "shm"
     gloo_rendezvous: str = "127.0.0.1:0"
     device: Literal["cpu"] = "cpu"

@@ -157,6 +157,11 @@ class Arena:
         runs = (self.run(span.begin, len(span)) for span in pages)
         return tuple(value for run in runs for value in chunk_checksums(run, checksum, chunk_bytes))
 
+    def close(self) -> None:
+        """Returns all memory; views must not be touched from here on."""
+        self._backing.close()
+        self._staging.close()
+
     def _hand_out(self, layout: LayoutKind, pages: Span, num_bytes: int) -> None:
         room = self.run(pages.begin, len(pages)).numel()
         if num_bytes > room:

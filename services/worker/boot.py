@@ -21,12 +21,15 @@ from services.core.ledger import Ledger
 from services.formats.geometry import ModelGeometry
 from services.formats.gguf import GgufMetadata
 from services.mesh.errors import ConfigurationError
+from services.mesh.host_memory import HostMemoryReader
 from services.mesh.model_files import ModelFiles, open_model
 from services.mesh.settings import Settings
+from services.worker.backing import BackingError
 from services.worker.collectives import Carrier, ShmCarrier
 from services.worker.layouts import both_layouts, cut_within_blocks, shard_units
 from services.worker.ledger_report import priced
 from services.worker.private.dual_memory import dual_memory
+from services.worker.private.exchange_memory import exchange_memory
 from services.worker.private.pool_pair import least_message_bytes
 from services.worker.private.wire import MAX_CHUNK_BYTES, MoveBounds
 from services.worker.rank_memory import RankMemory, SharedMemory
@@ -101,20 +104,30 @@ def rank_memory(
     """Weights and pools as the mode keeps them, and how many tensors this rank expanded for all.
 
     Raises:
-        ConfigurationError: a layout cuts a tensor where it cannot be cut.
+        ConfigurationError: a layout cuts a tensor where it cannot be cut, or there is no memory for the weights.
     """
-    geometry = files.geometry
-    if settings.group.mode == "dual":
-        message_bytes = region_shape(settings, geometry).max_message_bytes
-        bounds = MoveBounds(min(MAX_CHUNK_BYTES, message_bytes), settings.deadlines.collective_s)
-        try:
-            return dual_memory(files, layouts, carrier, bounds), 0
-        except LayoutError as error:
-            raise ConfigurationError(f"[group] does not fit this model: {error}") from error
+    group, geometry = settings.group, files.geometry
+    message_bytes = region_shape(settings, geometry).max_message_bytes
+    bounds = MoveBounds(min(MAX_CHUNK_BYTES, message_bytes), settings.deadlines.collective_s)
+    try:
+        match group.mode:
+            case "dual":
+                return dual_memory(files, layouts, carrier, bounds), 0
+            case "exchange":
+                return exchange_memory(files, layouts, carrier, bounds, group.layout, free_memory_bytes), 0
+            case "shared":
+                pass
+    except (LayoutError, BackingError) as error:
+        raise ConfigurationError(f"[group] does not fit this model or this host: {error}") from error
     cut = cut_within_blocks(geometry, files.tensors, layouts.values())
     store = WeightStore(files, fds["weights"], cut)
-    num_expanded = store.expand(rank, settings.group.num_ranks)
+    num_expanded = store.expand(rank, group.num_ranks)
     return SharedMemory(store, fds["pool"], geometry), num_expanded
+
+
+def free_memory_bytes() -> int:
+    """Memory that this process's control groups, or else the machine, have left."""
+    return HostMemoryReader().read().left_bytes
 
 
 def open_carrier(settings: Settings, rank: Rank, flags_fd: int, geometry: ModelGeometry) -> Carrier:

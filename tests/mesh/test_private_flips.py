@@ -80,6 +80,25 @@ async def moved_prefix(bench: Bench, first: int, *, to_pp: bool) -> None:
     reported([record])
 
 
+WEIGHTS_BYTES = 30_000_000
+"""Less than what a flip between two even layouts of SmolLM2-135M brings to both ranks together."""
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+async def test_answers_hold_while_weights_move_as_well(tmp_path: Path, control: list[Heard], num_ranks: int) -> None:
+    group = {"mode": "exchange", "num_ranks": num_ranks}
+    with started(tmp_path, group=group, policy={"mode": "manual"}) as mesh:
+        async with bench_of(mesh) as bench:
+            async with bench.streaming(ASKS, 16) as load:
+                committed = await flip_until_ended(bench, load)
+            hold_answers(control, load.heard)
+            records = [await bench.record(flip_id) for flip_id in committed]
+            assert {record.target for record in records} == {layout_to_proto(PP), layout_to_proto(TP)}
+            assert all(record.bytes_moved > WEIGHTS_BYTES for record in records)
+            await bench.settled()
+            reported(records)
+
+
 async def test_three_uneven_ranks_and_a_full_pool(tmp_path: Path, control: list[Heard]) -> None:
     """Streams that do not fit together, so that some are preempted, and every block moves."""
     group = {"mode": "dual", "num_ranks": 3, "pp_layers": [6, 14, 10], "tp_weights": [1.0, 2.0, 1.0]}

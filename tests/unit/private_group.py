@@ -12,7 +12,9 @@ from services.core.kv_reshard import BlockRuns
 from services.core.step import AbandonEntry, CommitEntry, FlipEntry
 from services.worker.participation import FlipAnswer, Parked, Worked, WorkLost
 from services.worker.private.dual_memory import DualMemory
+from services.worker.private.exchange_memory import ExchangeMemory
 from services.worker.private.layout_pool import LayoutPool
+from services.worker.private.pool_pair import PoolPair
 from tests.unit.rank_threads import DEADLINE_S, Group
 
 Answer = Worked | WorkLost
@@ -30,14 +32,14 @@ def runs(*pairs: tuple[int, int]) -> BlockRuns:
     return tuple((BlockId(begin), length) for begin, length in pairs)
 
 
-def memory_of(group: Group, rank: int) -> DualMemory:
+def rows_of(group: Group, rank: int) -> PoolPair:
     memory = group.ranks[rank].runner._memory
-    assert isinstance(memory, DualMemory)
-    return memory
+    assert isinstance(memory, DualMemory | ExchangeMemory)
+    return memory._rows
 
 
 def pools_of(group: Group, kind: LayoutKind) -> list[LayoutPool]:
-    return [memory_of(group, rank)._rows.pools[kind] for rank in range(len(group.ranks))]
+    return [rows_of(group, rank).pools[kind] for rank in range(len(group.ranks))]
 
 
 def flip(group: Group, target: LayoutKind, live: BlockRuns, *, working: Sequence[int] | None = None) -> Flipped:

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from kernels.collective_status import AbortReason
 from kernels.shm_region import RegionShape, ShmRegion
-from services.core.ids import Rank
+from services.core.ids import LayoutKind, Rank
 from services.core.step import LogEntry
 from services.mesh.model_files import ModelFiles
 from services.worker.collectives import ShmCarrier
 from services.worker.execution import Answer
 from services.worker.layouts import both_layouts, cut_within_blocks, shard_units
 from services.worker.private.dual_memory import dual_memory
+from services.worker.private.exchange_memory import exchange_memory
 from services.worker.private.wire import MoveBounds
 from services.worker.rank_memory import RankMemory, SharedMemory
 from services.worker.runner import MAX_UNREAD_STEPS, Runner, RunnerLimits
@@ -90,12 +91,16 @@ def group_of(
         num_board_steps=2 * MAX_UNREAD_STEPS,
     )
     region, weights_fd, pool_fd = ShmRegion.create(shape), os.memfd_create("weights"), os.memfd_create("pool")
-    ranks, carriers = [], []
+    ranks, carriers, exchanges = [], [], []
     for rank in range(num_ranks):
         carriers.append(ShmCarrier(region, rank))
         memory: RankMemory
         if mode == "dual":
             memory = dual_memory(files, layouts, carriers[-1], MoveBounds(CHUNK_BYTES, limits.deadline_s))
+        elif mode == "exchange":
+            bounds = MoveBounds(CHUNK_BYTES, limits.deadline_s)
+            memory = exchange_memory(files, layouts, carriers[-1], bounds, LayoutKind.PP, lambda: 1 << 40, 4096)
+            exchanges.append(memory)
         else:
             store = WeightStore(files, weights_fd, cut)
             store.expand(rank, num_ranks)
@@ -111,5 +116,7 @@ def group_of(
         for carrier in carriers:
             carrier.close()
         region.close()
+        for exchange in exchanges:
+            exchange.close()
         os.close(weights_fd)
         os.close(pool_fd)

@@ -9,23 +9,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.checksum import checksum
+from kernels.linear import Matrix
 from services.core.ids import LayoutKind
 from services.core.kv_reshard import BlockRuns
 from services.mesh.model_files import ModelFiles, open_model
+from services.worker.model.products import Weight
 from services.worker.participation import Worked, WorkLost
 from tests.unit.private_group import (
     check_rows,
     fill,
     flip,
     live_blocks,
-    memory_of,
     poison,
     pools_of,
+    rows_of,
     runs,
     whole_cache,
 )
 from tests.unit.rank_threads import LIMITS, Group, group_of
+from tests.unit.test_private_weights import asked, values
 from tests.unit.test_runner import PROMPT, check_greedy
 from tests.unit.tiny_llama import TinyLlama, TinyShape, write_gguf
 
@@ -57,18 +59,20 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelFiles, TinyLlam
     return open_model(path), model
 
 
+@pytest.mark.parametrize("mode", ["dual", "exchange"])
 @pytest.mark.parametrize("live", LIVE.values(), ids=LIVE)
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 def test_to_tp_and_back_every_live_row_keeps_its_bits(
     tiny: tuple[ModelFiles, TinyLlama],
     cut: tuple[int, Sequence[int] | None, Sequence[float] | None],
     live: BlockRuns,
+    mode: str,
 ) -> None:
     num_ranks, pp_layers, tp_weights = cut
     cache = whole_cache(SHAPE.num_layers, NUM_BLOCKS, SHAPE.num_kv_heads, SHAPE.head_dim)
-    with group_of(tiny[0], num_ranks, pp_layers=pp_layers, tp_weights=tp_weights, mode="dual") as group:
+    with group_of(tiny[0], num_ranks, pp_layers=pp_layers, tp_weights=tp_weights, mode=mode) as group:
         group.log.reset(PP, NUM_BLOCKS, 8, 256)
-        weights = [checksum(memory_of(group, rank)._weights._flat) for rank in range(num_ranks)]
+        check_weights(group, PP, tiny)
         for pool in pools_of(group, PP):
             fill(pool, cache)
         for target in (TP, PP):
@@ -79,7 +83,33 @@ def test_to_tp_and_back_every_live_row_keeps_its_bits(
             assert len({parked.plan_hash for parked in flipped.parked}) == 1
             for pool in pools_of(group, target):
                 check_rows(pool, cache, live)
-        assert weights == [checksum(memory_of(group, rank)._weights._flat) for rank in range(num_ranks)]
+            check_weights(group, target, tiny)
+
+
+def check_weights(group: Group, kind: LayoutKind, tiny: tuple[ModelFiles, TinyLlama]) -> None:
+    """Every part that a stage of this layout multiplies by has the bits of the files."""
+    files, model = tiny
+    for rank, rank_thread in enumerate(group.ranks):
+        weights = rank_thread.runner._memory.weights(kind)
+        for name, rows, columns in asked(files, rank_thread.runner._layouts[kind], rank):
+            wanted = model.weights[name]
+            if wanted.dim() == 1:
+                assert torch.equal(weights.vector(name), wanted)
+            else:
+                found = expanded(weights.matrix(name, rows=rows, columns=columns))
+                assert torch.equal(found, wanted[rows.begin : rows.end, columns.begin : columns.end]), name
+
+
+def expanded(weight: Weight) -> Tensor:
+    """[rows, columns] float32, whether it is in one piece or in several."""
+    if isinstance(weight, Matrix):
+        return values(weight)
+    out = torch.full((weight.num_rows, weight.num_columns), torch.nan)
+    for piece in weight.pieces:
+        part = values(piece.matrix)
+        rows, columns = part.shape
+        out[piece.first_row : piece.first_row + rows, piece.first_column : piece.first_column + columns] = part
+    return out
 
 
 def test_what_is_reported_is_what_came_over_the_wire(tiny: tuple[ModelFiles, TinyLlama]) -> None:
@@ -99,19 +129,21 @@ def counted(group: Group, answer: Worked | WorkLost) -> tuple[int, int]:
     return answer.bytes_moved, answer.rows_moved
 
 
+@pytest.mark.parametrize("mode", ["dual", "exchange"])
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 def test_answers_across_flips_are_the_references(
-    tiny: tuple[ModelFiles, TinyLlama], cut: tuple[int, Sequence[int] | None, Sequence[float] | None]
+    tiny: tuple[ModelFiles, TinyLlama], cut: tuple[int, Sequence[int] | None, Sequence[float] | None], mode: str
 ) -> None:
     files, model = tiny
     num_ranks, pp_layers, tp_weights = cut
-    with group_of(files, num_ranks, pp_layers=pp_layers, tp_weights=tp_weights, mode="dual") as group:
+    with group_of(files, num_ranks, pp_layers=pp_layers, tp_weights=tp_weights, mode=mode) as group:
         group.log.reset(PP, NUM_BLOCKS, 8, 256)
         group.log.prefill({0: PROMPT, 1: PROMPT[5:]}, 16)
         for target in (TP, PP, TP):
             for pool in pools_of(group, target):
                 poison(pool)
-            flip(group, target, owned(group))
+            answers = flip(group, target, owned(group)).answers
+            assert all(isinstance(answer, Worked) for answer in answers), answers
             group.log.decode([0, 1], 6)
         check_greedy(model, group.log.requests[0], 40, 19)
         check_greedy(model, group.log.requests[1], 35, 19)
@@ -136,29 +168,32 @@ class FaultyWire:
             into.view(-1)[into.numel() // 2] ^= 1
 
 
+@pytest.mark.parametrize("mode", ["dual", "exchange"])
 @pytest.mark.parametrize("at_message", [1, 3])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_changed_byte_is_caught_and_the_layout_before_serves_on(
-    tiny: tuple[ModelFiles, TinyLlama], victim: int, at_message: int
+    tiny: tuple[ModelFiles, TinyLlama], victim: int, at_message: int, mode: str
 ) -> None:
     files, model = tiny
-    with group_of(files, 2, mode="dual") as group:
+    with group_of(files, 2, mode=mode) as group:
         group.log.reset(TP, NUM_BLOCKS, 8, 256)
         group.log.prefill({0: PROMPT * 4}, 64)
-        FaultyWire(memory_of(group, victim)._rows._mover._wire._carrier, at_message)
+        FaultyWire(rows_of(group, victim)._mover._wire._carrier, at_message)
         answers = flip(group, PP, owned(group)).answers
-        lost = [answer for answer in answers if isinstance(answer, WorkLost)]
-        assert [answer for answer in answers if answer not in lost] == [answers[1 - victim]]
-        assert lost[0].restored and f"to rank {victim} are not what was sent" in lost[0].reason
+        lost = answers[victim]
+        assert isinstance(lost, WorkLost) and lost.restored and f"to rank {victim} are not what was sent" in lost.reason
+        # Where weights follow, nobody sends any before all rows are right.
+        assert isinstance(answers[1 - victim], WorkLost if mode == "exchange" else Worked)
         group.log.decode([0], 6)
         assert all(isinstance(answer, Worked) for answer in flip(group, PP, owned(group)).answers)
         group.log.decode([0], 6)
         check_greedy(model, group.log.requests[0], 160, 13)
 
 
-def test_a_rank_that_cannot_begin_holds_up_nobody(tiny: tuple[ModelFiles, TinyLlama]) -> None:
+@pytest.mark.parametrize("mode", ["dual", "exchange"])
+def test_a_rank_that_cannot_begin_holds_up_nobody(tiny: tuple[ModelFiles, TinyLlama], mode: str) -> None:
     files, model = tiny
-    with group_of(files, 3, mode="dual") as group:
+    with group_of(files, 3, mode=mode) as group:
         group.log.reset(PP, NUM_BLOCKS, 8, 256)
         group.log.prefill({0: PROMPT}, 16)
         pool = pools_of(group, TP)[1]
@@ -181,10 +216,11 @@ def test_a_peer_that_never_comes_ends_the_generation_by_name(tiny: tuple[ModelFi
         assert "ALL_GATHER for FLIP on rank 0" in answer.reason and "rank 1" in answer.reason
 
 
-def test_an_error_within_the_exchange_releases_the_partner(tiny: tuple[ModelFiles, TinyLlama]) -> None:
-    with group_of(tiny[0], 2, mode="dual") as group:
+@pytest.mark.parametrize("mode", ["dual", "exchange"])
+def test_an_error_within_the_exchange_releases_the_partner(tiny: tuple[ModelFiles, TinyLlama], mode: str) -> None:
+    with group_of(tiny[0], 2, mode=mode) as group:
         group.log.reset(PP, NUM_BLOCKS, 8, 256)
-        carrier: Any = memory_of(group, 1)._rows._mover._wire._carrier
+        carrier: Any = rows_of(group, 1)._mover._wire._carrier
 
         def fail(*args: Any, **kwargs: Any) -> None:
             raise MemoryError("no memory for the message")
@@ -196,8 +232,9 @@ def test_an_error_within_the_exchange_releases_the_partner(tiny: tuple[ModelFile
         assert isinstance(answers[1], WorkLost) and "no memory for the message" in answers[1].reason
 
 
-def test_live_blocks_beyond_the_pool_are_a_refusal(tiny: tuple[ModelFiles, TinyLlama]) -> None:
-    with group_of(tiny[0], 2, mode="dual") as group:
+@pytest.mark.parametrize("mode", ["dual", "exchange"])
+def test_live_blocks_beyond_the_pool_are_a_refusal(tiny: tuple[ModelFiles, TinyLlama], mode: str) -> None:
+    with group_of(tiny[0], 2, mode=mode) as group:
         group.log.reset(PP, NUM_BLOCKS, 8, 256)
         flipped = flip(group, TP, runs((20, 5)))
         assert all(not parked.fits and f"beyond the pool's {NUM_BLOCKS}" in parked.refusal for parked in flipped.parked)
@@ -209,7 +246,7 @@ def test_a_second_reset_begins_with_empty_pools(tiny: tuple[ModelFiles, TinyLlam
         group.log.reset(PP, NUM_BLOCKS, 8, 256)
         for pool in pools_of(group, PP):
             poison(pool)
-        memory_of(group, 0).open_pools(2 * NUM_BLOCKS, PP)
+        rows_of(group, 0).open(2 * NUM_BLOCKS)
         pool = pools_of(group, PP)[0]
         assert pool.num_blocks == 2 * NUM_BLOCKS and not any(plane.any() for plane in pool.keys.values())
         assert torch.equal(pool.values[0], torch.zeros_like(pool.values[0]))

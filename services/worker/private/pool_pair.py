@@ -72,5 +72,6 @@ class PoolPair:
     def move(self, flip: FlipEntry) -> Moved:
         """Moves the live rows; raises like RankMemory.move, a verdict of this rank alone included."""
         if self._pending is None or self._pending.flip != flip:
-            raise RestorableError(f"flip {flip.flip_id} has no plan here: nothing was moved")
+            self._mover.refuse(RestorableError(f"flip {flip.flip_id} has no plan here"))
+        assert self._pending is not None
         return self._mover.move(self._pending.plan, self.pools[flip.target.other], self.pools[flip.target])

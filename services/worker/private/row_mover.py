@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -96,6 +97,12 @@ class RowMover:
         )
 
     # Before the exchange.
+
+    def refuse(self, failure: Exception) -> NoReturn:
+        """Takes this rank's part in the group's verdict where it has nothing to move by; raises RestorableError."""
+        with self._wire.guarded():
+            self._wire.agree(failure, 0)
+        raise AssertionError("a failure is the group's verdict")
 
     def _prepared(
         self, plan: RowPlan, source: LayoutPool, destination: LayoutPool

@@ -1,0 +1,138 @@
+"""Mode `exchange`: one arena a rank holds the layout in force; a flip exchanges weights in place, and moves live rows.
+
+Rows go first, into a pool that is nobody's until COMMIT, and the group says that all of them are right before a page of
+the weights moves. Then pages move, and every piece is compared with the files' checksum where it lies. On a mismatch
+all ranks go back: each takes the pieces that the layout before needs from the files again, which needs no peer and
+cannot inherit what was damaged on the way. The same holds when an attempt is abandoned after its pages have moved.
+"""
+
+import time
+from collections.abc import Mapping
+
+from services.core.ids import LayoutKind
+from services.core.layout import Layout
+from services.core.reshard import stable_hash
+from services.core.step import FlipEntry
+from services.mesh.model_files import ModelFiles
+from services.worker.arena import Arena
+from services.worker.backing import Backing, FreeBytes
+from services.worker.collectives import Carrier
+from services.worker.host_pages import HostPages
+from services.worker.kv_cache import Pool
+from services.worker.model.stage import Weights
+from services.worker.private.arena_weights import ArenaWeights
+from services.worker.private.exchange_plan import PAGE_BYTES, ExchangePlan, exchange_plan
+from services.worker.private.page_mover import Exchanged, PageMover
+from services.worker.private.pool_pair import PoolPair
+from services.worker.private.wire import MoveBounds, Wire
+from services.worker.rank_memory import DataPlaneLostError, FlipPlan, Moved, RestorableError
+
+
+class ExchangeMemory:
+    """See RankMemory."""
+
+    def __init__(self, weights: ArenaWeights, plan: ExchangePlan, rows: PoolPair, pages: PageMover, wire: Wire) -> None:
+        self._weights, self._plan, self._rows, self._pages, self._wire = weights, plan, rows, pages, wire
+
+    @property
+    def weights_bytes(self) -> int:
+        """See RankMemory: owned."""
+        return self._weights.num_bytes
+
+    def weights(self, kind: LayoutKind) -> Weights:
+        """See RankMemory: there while the layout is in force."""
+        return self._weights.of(kind)
+
+    def open_pools(self, num_blocks: int, kind: LayoutKind) -> Mapping[LayoutKind, Pool]:
+        """See RankMemory."""
+        self.settle(kind)
+        return self._rows.open(num_blocks)
+
+    def plan(self, flip: FlipEntry) -> FlipPlan:
+        """See RankMemory: of rows and pages together."""
+        rows = self._rows.plan(flip)
+        return FlipPlan(stable_hash([rows.hash, self._plan.exchanges[flip.target].hash]), rows.refusal)
+
+    def move(self, flip: FlipEntry) -> Moved:
+        """See RankMemory."""
+        exchange = self._plan.exchanges[flip.target]
+        moved, failure = self._moved_rows(flip)
+        with self._wire.guarded():
+            self._wire.agree(failure, exchange.hash)
+            self._weights.held = None
+            exchanged = self._pages.exchange(exchange.phases)
+        began_ns = time.perf_counter_ns()
+        self._verify(flip.target, exchange.hash)
+        verify_ns = time.perf_counter_ns() - began_ns
+        return _sum(moved, exchanged, verify_ns)
+
+    def _moved_rows(self, flip: FlipEntry) -> tuple[Moved, RestorableError | None]:
+        try:
+            return self._rows.move(flip), None
+        except RestorableError as error:
+            return Moved(), error
+
+    def _verify(self, target: LayoutKind, exchange_hash: int) -> None:
+        """One verdict on all pieces of all ranks; back to the layout before if one is wrong."""
+        wrong = self._weights.wrong(target)
+        failure = RestorableError(f"{len(wrong)} pieces are not the files', first {wrong[0]}") if wrong else None
+        with self._wire.guarded():
+            try:
+                self._wire.agree(failure, exchange_hash)
+            except RestorableError:
+                self.settle(target.other)
+                raise
+        self._weights.held = target
+
+    def settle(self, kind: LayoutKind) -> None:
+        """See RankMemory: takes from the files what is not there."""
+        if self._weights.held is kind:
+            return
+        wrong = self._weights.refill(kind)
+        if wrong:
+            raise DataPlaneLostError(
+                f"{len(wrong)} pieces of {kind.value} are not what was loaded at start, first {wrong[0]}: the model's "
+                "files were changed; restore them"
+            )
+
+    def close(self) -> None:
+        """Returns the arena's memory; no view of it may be touched from here on."""
+        self._weights.close()
+
+
+def _sum(rows: Moved, pages: Exchanged, verify_ns: int) -> Moved:
+    return Moved(
+        read_ns=rows.read_ns + pages.read_ns,
+        write_ns=rows.write_ns + pages.write_ns,
+        verify_ns=rows.verify_ns + verify_ns,
+        bytes_moved=rows.bytes_moved + pages.bytes_received,
+        rows_moved=rows.rows_moved,
+    )
+
+
+def exchange_memory(
+    files: ModelFiles,
+    layouts: Mapping[LayoutKind, Layout],
+    carrier: Carrier,
+    bounds: MoveBounds,
+    kind: LayoutKind,
+    free_bytes: FreeBytes,
+    page_bytes: int = PAGE_BYTES,
+) -> ExchangeMemory:
+    """Plans, takes the memory and loads the layout `kind`.
+
+    Raises:
+        LayoutError: a layout cuts a tensor where it cannot be cut.
+        MissingMemoryError: there is no memory for the arena.
+    """
+    plan, wire = exchange_plan(files, layouts, page_bytes), Wire(carrier, bounds)
+    sizes = {"weights arena": plan.arenas.num_pages[wire.rank], "weights staging": plan.staging_pages}
+    arena, staging = (
+        Backing(name, HostPages(name, num_pages * page_bytes), free_bytes, margin_bytes=0)
+        for name, num_pages in sizes.items()
+    )
+    pages = Arena(wire.rank, arena, staging, page_bytes)
+    weights = ArenaWeights(files, plan, pages, wire.rank)
+    weights.load_both(kind)
+    rows = PoolPair(files.geometry, layouts, wire)
+    return ExchangeMemory(weights, plan, rows, PageMover(wire, pages), wire)
