@@ -55,7 +55,7 @@ class Trigger:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`kind` is crash, stop, or unlink (the mover's stream to a rank breaks); `who` a process' name.
+    """`kind` is crash, stop, or unlink (the mover's stream to a rank breaks); `who` a process' name, `for_ns` how long.
 
     With a `moment` of a flip it waits, from `at_ns` on, for that moment to come, and happens shortly after it.
     """
@@ -69,7 +69,7 @@ class Fault:
     @property
     def is_patience(self) -> bool:
         """Whether a deadline may rightly expire by it."""
-        return self.kind == "stop" and self.for_ns > LONG_STOP_NS
+        return self.for_ns > LONG_STOP_NS
 
     @property
     def may_end_generation(self) -> bool:
@@ -234,6 +234,8 @@ def _faults(rng: Random, num_ranks: int, horizon_ns: int) -> tuple[Fault, ...]:
         kind = rng.choice(("crash", "crash", "stop", "unlink", "unlink"))
         who = rng.choice(ranks) if kind == "unlink" else rng.choice((*ranks, "mover", "mover", "scheduler"))
         for_ns = rng.choice((1, 20, 900)) * MS if kind == "stop" else 0
+        if kind == "crash" and who == "mover":
+            for_ns = rng.choice((0, 0, 0, 400)) * MS
         moment = rng.choice(MOMENTS) if rng.random() < 0.75 else None
         faults.append(Fault(int(rng.random() * 2 * horizon_ns * (moment is None)), kind, who, for_ns, moment))
     return tuple(faults)

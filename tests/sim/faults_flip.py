@@ -221,6 +221,13 @@ class ImpatientScheduler(SchedulerProcess):
         return True
 
 
+class ForgivingScheduler(SchedulerProcess):
+    """A mover that is given up leads to ABANDON, although ranks may meet in the work by then."""
+
+    def give_up_mover(self, run: Run, flip: PendingFlip) -> None:
+        self.on_outcome(run, flip.entry.flip_id, FlipOutcome.ABANDONED, "the mover is absent")
+
+
 class DoubleCarryScheduler(SchedulerProcess):
     """Z7: the carry runs twice, and duplicates what decodes."""
 

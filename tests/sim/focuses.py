@@ -72,6 +72,12 @@ def scheduler_dies_as_it_asks(case: Case) -> Case:
     )
 
 
+def mover_is_gone_after_enter(case: Case) -> Case:
+    """It has told some ranks, which wait for the others inside the exchange, and nobody comes to tell those."""
+    faults = (Fault(0, "crash", "mover", 900 * MS, "entered"),)
+    return replace(case, faults=faults, is_shared=False, eager_flips=2, odds=Odds(), slow_share=0.3)
+
+
 def indexes_change_hands(case: Case) -> Case:
     """Few places, many who come and go."""
     limits = replace(case.limits, max_resident_requests=2, max_queued_requests=12, steps_ahead=3)

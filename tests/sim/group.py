@@ -123,8 +123,8 @@ class Group:
 
     # Processes.
 
-    def _boot_later(self, process: Process) -> None:
-        self.world.at(self.world.draw(self.case.boot), process, self._boot, process)
+    def _boot_later(self, process: Process, after_ns: int = 0) -> None:
+        self.world.at(after_ns + self.world.draw(self.case.boot), process, self._boot, process)
 
     def _boot(self, process: Process) -> None:
         self.world.note(process.name, "boot", f"life {process.life + 1}")
@@ -147,7 +147,7 @@ class Group:
         self.world.note("fault", fault.kind, fault.who)
         self.checks.on_fault(fault)
         if fault.kind == "crash":
-            self.crash(process)
+            self.crash(process, fault.for_ns)
         elif fault.kind == "unlink":
             assert isinstance(process, RankProcess)
             self._unlink(process)
@@ -160,8 +160,8 @@ class Group:
             self.world.note("fault", "continue", process.name)
             process.go_on()
 
-    def crash(self, process: Process) -> None:
-        """SIGKILL: what it sent still arrives, then its peers see the end of their streams."""
+    def crash(self, process: Process, away_ns: int = 0) -> None:
+        """SIGKILL: what it sent still arrives, then its peers see the end of their streams; a mover may stay away."""
         if not process.is_up:
             return
         if isinstance(process, RankProcess):
@@ -169,7 +169,7 @@ class Group:
         elif process is self.scheduler:
             self._crash_scheduler()
         else:
-            self._crash_mover()
+            self._crash_mover(away_ns)
 
     def restart(self, rank: RankProcess) -> None:
         """A rank's process ends, whyever, and is replaced."""
@@ -192,13 +192,13 @@ class Group:
         scheduler.run = None
         self._boot_later(scheduler)
 
-    def _crash_mover(self) -> None:
+    def _crash_mover(self, away_ns: int) -> None:
         for rank, link in self.mover.links.items():
             if (said := self._said.get(rank)) is not None:
                 link.end(self.ranks[rank].on_mover_lost, said)
         ask, run = self.mover_ask, self.scheduler.run
         self.mover.die()
-        self._boot_later(self.mover)
+        self._boot_later(self.mover, away_ns)
         if ask is not None and run is not None:
             ask[1].end(self.scheduler.ask_mover, run)
             self.mover_ask = None

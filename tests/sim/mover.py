@@ -83,9 +83,28 @@ class MoverProcess(Process):
         self._attempt: OpenAttempt | None = None
         self.links: dict[Rank, Channel] = {}
         self.early = EarlyEvents()
+        self.away_ns: int | None = 0
+        """Since when nobody would answer."""
+
+    def stop(self) -> None:
+        super().stop()
+        self._is_away()
+
+    def go_on(self) -> None:
+        self.away_ns = None
+        super().go_on()
+
+    def die(self) -> None:
+        super().die()
+        self._is_away()
+
+    def _is_away(self) -> None:
+        if self.away_ns is None:
+            self.away_ns = self.world.now_ns
 
     def boot(self) -> None:
         """Up, with the journal as its only memory."""
+        self.away_ns = None
         self.is_up, self._attempt, self.links, self.early = True, None, {}, EarlyEvents()
         self.group.connect_links()
 

@@ -251,11 +251,20 @@ class SchedulerProcess(Process):
     def _watch_mover(self, run: Run, flip: PendingFlip) -> None:
         if self.run is not run or run.flip is not flip or flip.outcome is not None:
             return
-        if self.group.mover.is_up and not self.group.mover.is_stopped:
-            self.world.at(MOVER_ABSENT_NS, self, self._watch_mover, run, flip)
+        away_ns = self.group.mover.away_ns
+        left_ns = MOVER_ABSENT_NS if away_ns is None else away_ns + MOVER_ABSENT_NS - self.world.now_ns
+        if left_ns > 0:
+            self.world.at(left_ns, self, self._watch_mover, run, flip)
             return
         self.group.leave_mover(run)
-        self.on_outcome(run, flip.entry.flip_id, FlipOutcome.ABANDONED, "the mover is absent")
+        self.give_up_mover(run, flip)
+
+    def give_up_mover(self, run: Run, flip: PendingFlip) -> None:
+        """Nobody knows whether ranks have entered: where they meet in the work, no ABANDON reaches those inside."""
+        if self.group.case.is_shared or len(run.streams) == 1:
+            self.on_outcome(run, flip.entry.flip_id, FlipOutcome.ABANDONED, "the mover is absent")
+        else:
+            self.lose(run, "the mover is absent")
 
     def ask_mover(self, run: Run) -> None:
         """Asks for the outcome, and again until there is one."""
