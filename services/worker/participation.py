@@ -162,6 +162,9 @@ class Participation:
     ) -> None:
         try:
             async for message in requests:
+                if unsent is not self._unsent:
+                    # A later life of the mover speaks by now: a word of the one before could undo what it has said.
+                    return
                 if message.fence.generation == self._fence.generation:
                     self._feed(command_from_proto(message))
         finally:

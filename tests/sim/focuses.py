@@ -78,6 +78,14 @@ def mover_is_gone_after_enter(case: Case) -> Case:
     return replace(case, faults=faults, is_shared=False, eager_flips=2, odds=Odds(), slow_share=0.3)
 
 
+def mover_dies_and_ranks_fail(case: Case) -> Case:
+    """Its next life calls off what the one before had begun, while the word of that one is still on its way."""
+    faults = (Fault(0, "crash", "mover", moment="entered"),)
+    return replace(
+        case, faults=faults, is_shared=True, eager_flips=3, odds=Odds(fail=0.5), slow_share=0.3, boot=(100 * US, 1 * MS)
+    )
+
+
 def indexes_change_hands(case: Case) -> Case:
     """Few places, many who come and go."""
     limits = replace(case.limits, max_resident_requests=2, max_queued_requests=12, steps_ahead=3)

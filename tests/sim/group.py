@@ -2,6 +2,7 @@
 
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -262,9 +263,9 @@ class Group:
         mover = self.mover
         if not (rank.is_up and mover.is_up and mover.life == mover_life) or rank.rank in mover.links:
             return
-        mover.links[rank.rank] = Channel(self.world, rank, rank.on_command, self.case.control)
-        self._said[rank.rank] = Channel(self.world, mover, mover.on_said, self.case.control)
-        rank.on_mover_connected(self._said[rank.rank])
+        said = self._said[rank.rank] = Channel(self.world, mover, mover.on_said, self.case.control)
+        mover.links[rank.rank] = Channel(self.world, rank, partial(rank.on_command, said), self.case.control)
+        rank.on_mover_connected(said)
 
     def _drop_link(self, rank: RankProcess) -> None:
         said = self._said.pop(rank.rank, None)

@@ -288,10 +288,16 @@ class RankProcess(Member):
         if self.mover is channel:
             self.mover = None
 
-    def on_command(self, generation: int, command: AssembleReceived | EnterReceived | DisarmReceived) -> None:
-        """From the mover."""
-        if generation == self._fence[0]:
+    def on_command(
+        self, stream: Channel, generation: int, command: AssembleReceived | EnterReceived | DisarmReceived
+    ) -> None:
+        """From the mover; what comes late by a stream that another one has replaced is not heard."""
+        if generation == self._fence[0] and self.hears(stream):
             self._tell(command)
+
+    def hears(self, stream: Channel) -> bool:
+        """Whether it is the mover's stream now."""
+        return stream is self.mover
 
     def _tell(self, event: ParticipantEvent) -> None:
         self.world.note(self.name, "hears", type(event).__name__)

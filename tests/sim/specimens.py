@@ -45,6 +45,7 @@ from tests.sim.focuses import (
     everybody_withdraws,
     indexes_change_hands,
     links_break_as_flips_follow_each_other,
+    mover_dies_and_ranks_fail,
     mover_dies_at_enter,
     mover_is_gone_after_enter,
     nobody_is_hurt,
@@ -74,6 +75,7 @@ from tests.sim.old_ranks import (
     RaisingRank,
     SendingRank,
     TopHookRank,
+    TwoEaredRank,
     WalkingRank,
 )
 from tests.sim.run import Focus, unchanged
@@ -218,5 +220,6 @@ SPECIMENS = (
         "each rank arms itself (Z3)", ("collective order", *WEDGED), nobody_is_hurt, says=r"gate", rank=ObservingRank
     ),
     _specimen("bound on the chain (Z4)", ("framing", *WEDGED), slow_stages, rank=ImpatientReceiver),
+    _specimen("two streams heard", ("raised",), mover_dies_and_ranks_fail, rank=TwoEaredRank),
     _specimen("message across the groups (Z8)", ("channels empty", "framing"), nobody_is_hurt, rank=EarlyPoster),
 )

@@ -159,6 +159,28 @@ async def test_words_against_the_protocol_end_the_stream_by_name() -> None:
     assert worker.started == []
 
 
+async def test_a_stream_that_another_has_replaced_is_not_heard() -> None:
+    worker = Worker()
+    worker.rank.on_answer(PARKED, FENCE)
+    first = Stream(worker.rank)
+    await first.kinds(1)
+    first.say("assemble")
+    await first.kinds(1)
+    second = Stream(worker.rank)
+    assert await second.kinds(2) == ["parked", "present"]
+    second.say("disarm")
+    second.say("assemble", round_number=2)
+    assert await second.kinds(1) == ["present"]
+    first.say("enter", round_number=2)
+    for _ in range(5):
+        # The old stream's reader may run before its handler ends it.
+        await anyio.lowlevel.checkpoint()
+    await first.ended()
+    second.say("assemble", round_number=3)
+    assert (await second.next()).round == 3
+    assert worker.started == []
+
+
 async def test_with_no_mover_what_is_unsaid_is_bounded_and_the_state_is_not_lost() -> None:
     worker = Worker()
     for number in range(3 * MAX_UNSENT):
