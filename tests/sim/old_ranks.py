@@ -127,7 +127,7 @@ class SendingRank(OwingRank):
     """B: the arm is sent on and waited for, while the next rank waits for hidden states that are still owed."""
 
     def boot(self) -> None:
-        self.hears = False
+        self.listens = False
         self._teller: SendingRank | None = None
         super().boot()
 
@@ -135,7 +135,7 @@ class SendingRank(OwingRank):
         if self.layout is LayoutKind.PP and self.rank + 1 < self.group.case.num_ranks:
             yield (self._tell_next,)
         yield from super().park(flip)
-        self.hears = True
+        self.listens = True
         if self._teller is not None:
             teller, self._teller = self._teller, None
             teller.resume(None)
@@ -143,8 +143,8 @@ class SendingRank(OwingRank):
     def _tell_next(self) -> object:
         following = self.group.ranks[self.rank + 1]
         assert isinstance(following, SendingRank)
-        if following.hears:
-            following.hears = False
+        if following.listens:
+            following.listens = False
             return None
         following._teller = self
         return WAIT
