@@ -34,12 +34,7 @@ STOP_GRACE_S = 0.3
 """How long calls may still run once the service's own work is over; streams were ended by their owners before."""
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_send_message_length", limits.MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", limits.KEEPALIVE_TIME_MS),
-    ("grpc.keepalive_timeout_ms", limits.KEEPALIVE_TIMEOUT_MS),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
+    *limits.BOTH_ENDS,
     ("grpc.http2.min_ping_interval_without_data_ms", limits.MIN_PING_INTERVAL_MS),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", limits.MIN_PING_INTERVAL_MS),
     ("grpc.so_reuseport", 0),

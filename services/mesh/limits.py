@@ -36,3 +36,13 @@ SHUTDOWN_KILL_S = 4.5
 
 MAX_UNIX_PATH_BYTES = 107
 """What `sockaddr_un` holds, less the final zero."""
+
+BOTH_ENDS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+"""What a channel and its server must agree on, or the one cuts the other off."""

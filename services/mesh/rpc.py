@@ -44,12 +44,7 @@ WAIT_AGAIN_S = 20.0
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_send_message_length", limits.MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", limits.KEEPALIVE_TIME_MS),
-    ("grpc.keepalive_timeout_ms", limits.KEEPALIVE_TIMEOUT_MS),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
+    *limits.BOTH_ENDS,
     ("grpc.initial_reconnect_backoff_ms", limits.RECONNECT_BACKOFF_MIN_MS),
     ("grpc.min_reconnect_backoff_ms", limits.RECONNECT_BACKOFF_MIN_MS),
     ("grpc.max_reconnect_backoff_ms", limits.RECONNECT_BACKOFF_MAX_MS),

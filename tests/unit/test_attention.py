@@ -1,30 +1,14 @@
 """Paged attention against a gathering float64 reference, on both instruction paths; slots nobody may read hold NaN."""
 
 import math
-import secrets
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 
-import kernels._native as _native
 import pytest
 import torch
 
 from tests.unit.attention_batches import Batch, Case, build
 
-
-@pytest.fixture(autouse=True, params=["vector", "portable"])
-def _path(request: pytest.FixtureRequest) -> Iterator[None]:
-    _native.force_portable(request.param == "portable")
-    yield
-    _native.force_portable(False)
-
-
-@pytest.fixture
-def generator() -> torch.Generator:
-    seed = secrets.randbits(32)
-    sys.stdout.write(f"seed {seed}\n")
-    return torch.Generator().manual_seed(seed)
+pytestmark = pytest.mark.usefixtures("each_path")
 
 
 MIXED = ((1, 1), (1, 16), (1, 17), (1, 301), (4, 4), (33, 100), (65, 321))

@@ -1,12 +1,8 @@
 """Attention over the blocks that each rank has, merged by log-sum-exp, against whole attention in float64."""
 
 import math
-import secrets
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 
-import kernels._native as _native
 import pytest
 import torch
 from torch import Tensor
@@ -19,19 +15,7 @@ from kernels.attention import (
 )
 from tests.unit.attention_batches import Batch, Case, build
 
-
-@pytest.fixture(autouse=True, params=["vector", "portable"])
-def _path(request: pytest.FixtureRequest) -> Iterator[None]:
-    _native.force_portable(request.param == "portable")
-    yield
-    _native.force_portable(False)
-
-
-@pytest.fixture
-def generator() -> torch.Generator:
-    seed = secrets.randbits(32)
-    sys.stdout.write(f"seed {seed}\n")
-    return torch.Generator().manual_seed(seed)
+pytestmark = pytest.mark.usefixtures("each_path")
 
 
 def part_of(batch: Batch, owner: Tensor, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

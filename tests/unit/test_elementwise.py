@@ -1,30 +1,14 @@
 """Norms, activations and rotary positions against float64 references, on both instruction paths."""
 
 import math
-import secrets
-import sys
-from collections.abc import Iterator
 
-import kernels._native as _native
 import pytest
 import torch
 from torch import Tensor
 
 from kernels import elementwise
 
-
-@pytest.fixture(autouse=True, params=["vector", "portable"])
-def _path(request: pytest.FixtureRequest) -> Iterator[None]:
-    _native.force_portable(request.param == "portable")
-    yield
-    _native.force_portable(False)
-
-
-@pytest.fixture
-def generator() -> torch.Generator:
-    seed = secrets.randbits(32)
-    sys.stdout.write(f"seed {seed}\n")
-    return torch.Generator().manual_seed(seed)
+pytestmark = pytest.mark.usefixtures("each_path")
 
 
 def _relative(got: Tensor, want: Tensor) -> float:

@@ -1,12 +1,9 @@
 """Rows packed and scattered, and checksums, bit for bit, on both instruction paths and against plain torch."""
 
-import secrets
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import kernels._native as _native
 import pytest
 import torch
 from torch import Tensor
@@ -24,22 +21,10 @@ from kernels.reshard import (
 )
 from services.core.layout import Span, largest_remainder, spans
 
+pytestmark = pytest.mark.usefixtures("each_path")
+
 NAN_BITS = 0x7FC0_DEAD
 LOW_64 = (1 << 64) - 1
-
-
-@pytest.fixture(autouse=True, params=["vector", "portable"])
-def _path(request: pytest.FixtureRequest) -> Iterator[None]:
-    _native.force_portable(request.param == "portable")
-    yield
-    _native.force_portable(False)
-
-
-@pytest.fixture
-def generator() -> torch.Generator:
-    seed = secrets.randbits(32)
-    sys.stdout.write(f"seed {seed}\n")
-    return torch.Generator().manual_seed(seed)
 
 
 def random_bytes(count: int, generator: torch.Generator) -> Tensor:
