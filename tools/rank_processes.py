@@ -6,26 +6,30 @@ For the bench of the worker and for tests of its numbers. Never serves; a rank e
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from kernels.shm_region import RegionShape
-from services.core.ids import Rank
+from services.core.ids import LayoutKind, Rank
+from services.core.layout import Layout
 from services.core.step import LogEntry
 from services.mesh.lifeline import tie_to_parent
-from services.mesh.model_files import open_model
-from services.worker.boot import open_region, settle
+from services.mesh.model_files import ModelFiles, open_model
+from services.worker.boot import free_memory_bytes, open_region, settle
 from services.worker.collectives import ShmCarrier
 from services.worker.execution import Answer
 from services.worker.layouts import both_layouts, cut_within_blocks, shard_units
-from services.worker.rank_memory import SharedMemory
+from services.worker.private.dual_memory import dual_memory
+from services.worker.private.exchange_memory import exchange_memory
+from services.worker.private.wire import MAX_CHUNK_BYTES, MoveBounds
+from services.worker.rank_memory import RankMemory, SharedMemory
 from services.worker.runner import MAX_UNREAD_STEPS, Runner, RunnerLimits
 from services.worker.weights import WeightStore
 
@@ -53,6 +57,15 @@ class GroupSpec:
     pp_layers: Sequence[int] | None = None
     tp_weights: Sequence[float] | None = None
     observer: type[Observer] | None = None
+    mode: Literal["shared", "dual", "exchange"] = "shared"
+
+
+@dataclass(frozen=True, slots=True)
+class RankCall:
+    """Something to be done by a rank between two entries: a function of a module, so that it can be sent."""
+
+    call: Callable[..., object]
+    arguments: tuple[object, ...] = ()
 
 
 class RankProcess:
@@ -61,8 +74,8 @@ class RankProcess:
     def __init__(self, process: BaseProcess, pipe: Connection) -> None:
         self.process, self._pipe = process, pipe
 
-    def submit(self, entry: LogEntry) -> None:
-        """Hands over the next entry."""
+    def submit(self, entry: LogEntry | RankCall) -> None:
+        """Hands over the next entry, or call; a call is made with the runner and its arguments."""
         self._pipe.send(entry)
 
     def answer(self) -> Answer | None:
@@ -71,6 +84,10 @@ class RankProcess:
         if isinstance(answer, BaseException):
             raise answer
         return answer  # type: ignore[no-any-return]
+
+    def result(self) -> Any:
+        """Waits for what the oldest call returned; raises what the rank raised."""
+        return self.answer()
 
     def observed(self) -> Any:
         """What the observer collected; no entry may be unanswered."""
@@ -126,7 +143,9 @@ def _rank(spec: GroupSpec, rank: Rank, places: dict[str, str], pipe: Connection,
                 pipe.send(observer.collected() if observer else None)
                 continue
             try:
-                pipe.send(runner.execute(entry))
+                pipe.send(
+                    entry.call(runner, *entry.arguments) if isinstance(entry, RankCall) else runner.execute(entry)
+                )
             except Exception as error:
                 pipe.send(RuntimeError(f"rank {rank}: {type(error).__name__}: {error}"))
 
@@ -135,8 +154,6 @@ def _build(spec: GroupSpec, rank: Rank, fds: dict[str, int]) -> Runner:
     files = open_model(spec.model)
     units = shard_units(files.geometry, files.tensors)
     layouts = both_layouts(units, spec.num_ranks, spec.pp_layers, spec.tp_weights)
-    store = WeightStore(files, fds["weights"], cut_within_blocks(files.geometry, files.tensors, layouts.values()))
-    store.expand(rank, spec.num_ranks)
     shape = RegionShape(
         num_ranks=spec.num_ranks,
         max_message_bytes=spec.limits.max_batch_tokens * files.geometry.hidden_size * 4,
@@ -144,5 +161,25 @@ def _build(spec: GroupSpec, rank: Rank, fds: dict[str, int]) -> Runner:
         num_board_steps=2 * MAX_UNREAD_STEPS,
     )
     carrier = ShmCarrier(open_region(fds["flags"], shape), rank)
-    memory = SharedMemory(store, fds["pool"], files.geometry)
+    memory = _memory(spec, files, layouts, carrier, fds)
     return Runner(rank, files.geometry, memory, layouts, carrier, spec.limits)
+
+
+def _memory(
+    spec: GroupSpec,
+    files: ModelFiles,
+    layouts: Mapping[LayoutKind, Layout],
+    carrier: ShmCarrier,
+    fds: Mapping[str, int],
+) -> RankMemory:
+    bounds = MoveBounds(MAX_CHUNK_BYTES, spec.limits.deadline_s)
+    match spec.mode:
+        case "dual":
+            return dual_memory(files, layouts, carrier, bounds)
+        case "exchange":
+            return exchange_memory(files, layouts, carrier, bounds, LayoutKind.PP, free_memory_bytes)
+        case "shared":
+            cut = cut_within_blocks(files.geometry, files.tensors, layouts.values())
+            store = WeightStore(files, fds["weights"], cut)
+            store.expand(carrier.rank, spec.num_ranks)
+            return SharedMemory(store, fds["pool"], files.geometry)

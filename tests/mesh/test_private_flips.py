@@ -84,9 +84,11 @@ WEIGHTS_BYTES = 30_000_000
 """Less than what a flip between two even layouts of SmolLM2-135M brings to both ranks together."""
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-async def test_answers_hold_while_weights_move_as_well(tmp_path: Path, control: list[Heard], num_ranks: int) -> None:
-    group = {"mode": "exchange", "num_ranks": num_ranks}
+@pytest.mark.parametrize(("num_ranks", "carrier"), [(2, "shm"), (3, "shm"), (2, "gloo")])
+async def test_answers_hold_while_weights_move_as_well(
+    tmp_path: Path, control: list[Heard], num_ranks: int, carrier: str
+) -> None:
+    group = {"mode": "exchange", "num_ranks": num_ranks, "carrier": carrier}
     with started(tmp_path, group=group, policy={"mode": "manual"}) as mesh:
         async with bench_of(mesh) as bench:
             async with bench.streaming(ASKS, 16) as load:

@@ -1,6 +1,7 @@
 """A leg of rows in parts of bounded size, the same parts on both of its ends.
 
-Pure. A part has some layers and some of the runs' blocks, all heads of the leg; a block of one layer is never cut. The
+Pure. A part has some layers and some of the runs' blocks, all heads of the leg; a block of one layer is never cut. As
+many blocks as fit come first, since those of one layer lie side by side; layers are added where all blocks fit. The
 leg's parts, one after the other, are all of it once.
 """
 
@@ -28,14 +29,15 @@ def leg_chunks(leg: Leg, head_block_bytes: int, max_bytes: int) -> Iterator[LegC
     `head_block_bytes`: of one block of one head in one layer, keys and values.
     """
     unit_bytes = len(leg.heads) * head_block_bytes
-    if not unit_bytes:
+    if not unit_bytes or not leg.num_blocks:
         return
-    num_layers = max(1, min(len(leg.layers), max_bytes // unit_bytes))
+    num_blocks = max(1, min(leg.num_blocks, max_bytes // unit_bytes))
+    num_layers = max(1, max_bytes // (num_blocks * unit_bytes))
+    parts = [(runs, sum(length for _, length in runs)) for runs in _split(leg.runs, num_blocks)]
     for begin in range(leg.layers.begin, leg.layers.end, num_layers):
         layers = Span(begin, min(begin + num_layers, leg.layers.end))
-        block_bytes = len(layers) * unit_bytes
-        for runs in _split(leg.runs, max(1, max_bytes // block_bytes)):
-            yield LegChunk(layers, leg.heads, runs, sum(length for _, length in runs) * block_bytes)
+        for runs, count in parts:
+            yield LegChunk(layers, leg.heads, runs, count * len(layers) * unit_bytes)
 
 
 def _split(runs: BlockRuns, max_blocks: int) -> Iterator[BlockRuns]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.checksum import WORD_BYTES, join_checksums
 from kernels.reshard import Planes, Runs, pack_and_sum, scatter_and_sum
 from services.core.ids import BLOCK_SLOTS, Rank
-from services.core.kv_reshard import Leg, RowPlan
+from services.core.kv_reshard import BlockRuns, Leg, RowPlan
 from services.core.layout import Span
 from services.worker.private.layout_pool import LayoutPool
 from services.worker.private.leg_chunks import leg_chunks
@@ -119,13 +119,14 @@ class RowMover:
     def _parts(self, pool: LayoutPool, legs: Iterable[tuple[Rank, Leg]]) -> dict[Rank, list[_Part]]:
         parts: dict[Rank, list[_Part]] = {}
         planes: dict[Span, Planes] = {}
+        runs: dict[BlockRuns, Runs] = {}
         for peer, leg in legs:
             for chunk in leg_chunks(leg, self._head_block_bytes, self._wire.bounds.chunk_bytes):
                 if chunk.layers not in planes:
                     planes[chunk.layers] = pool.planes(chunk.layers)
-                part = _Part(
-                    planes[chunk.layers], pool.own_heads(chunk.heads), Runs.of_blocks(chunk.runs), chunk.num_bytes
-                )
+                if chunk.runs not in runs:
+                    runs[chunk.runs] = Runs.of_blocks(chunk.runs)
+                part = _Part(planes[chunk.layers], pool.own_heads(chunk.heads), runs[chunk.runs], chunk.num_bytes)
                 parts.setdefault(peer, []).append(part)
         return parts
 
