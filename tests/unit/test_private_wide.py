@@ -1,0 +1,55 @@
+"""The byte oracle of rows on a geometry with enough units for uneven shares: 48 query heads in 24 groups."""
+
+from pathlib import Path
+
+import gguf
+import pytest
+
+from services.core.ids import LayoutKind
+from services.core.kv_reshard import BlockRuns
+from services.mesh.model_files import ModelFiles, open_model
+from services.worker.participation import Worked
+from tests.unit.private_group import check_rows, fill, flip, poison, pools_of, runs, whole_cache
+from tests.unit.rank_threads import group_of
+from tests.unit.test_private_flips import check_weights
+from tests.unit.tiny_llama import TinyLlama, TinyShape, write_gguf
+
+SHAPE = TinyShape(num_layers=8, num_heads=48, num_kv_heads=24, head_dim=8, hidden_size=96, ffn_size=960)
+NUM_BLOCKS = 20
+SHARES: dict[str, tuple[tuple[int, ...], tuple[float, ...]]] = {
+    "2,1": ((3, 5), (2.0, 1.0)),
+    "30,17,17": ((2, 3, 3), (30.0, 17.0, 17.0)),
+    "1,1,1,5": ((1, 1, 1, 5), (1.0, 1.0, 1.0, 5.0)),
+    "5,1,1,1 against its stages": ((1, 1, 1, 5), (5.0, 1.0, 1.0, 1.0)),
+}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelFiles, TinyLlama]:
+    path: Path = tmp_path_factory.mktemp("model") / "wide.gguf"
+    model = write_gguf(path, SHAPE, gguf.GGMLQuantizationType.F16)
+    return open_model(path), model
+
+
+@pytest.mark.parametrize("mode", ["dual", "exchange"])
+@pytest.mark.parametrize("live", [runs((0, NUM_BLOCKS)), runs((1, 1), (4, 3), (19, 1))], ids=["all", "scattered"])
+@pytest.mark.parametrize("shares", SHARES.values(), ids=SHARES)
+def test_uneven_shares_keep_every_bit(
+    wide: tuple[ModelFiles, TinyLlama],
+    shares: tuple[tuple[int, ...], tuple[float, ...]],
+    live: BlockRuns,
+    mode: str,
+) -> None:
+    pp_layers, tp_weights = shares
+    cache = whole_cache(SHAPE.num_layers, NUM_BLOCKS, SHAPE.num_kv_heads, SHAPE.head_dim)
+    with group_of(wide[0], len(pp_layers), pp_layers=pp_layers, tp_weights=tp_weights, mode=mode) as group:
+        group.log.reset(LayoutKind.PP, NUM_BLOCKS, 8, 256)
+        for pool in pools_of(group, LayoutKind.PP):
+            fill(pool, cache)
+        for target in (LayoutKind.TP, LayoutKind.PP, LayoutKind.TP):
+            for pool in pools_of(group, target):
+                poison(pool)
+            assert all(isinstance(answer, Worked) for answer in flip(group, target, live).answers)
+            for pool in pools_of(group, target):
+                check_rows(pool, cache, live)
+            check_weights(group, target, wide)
