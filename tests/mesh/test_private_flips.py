@@ -1,6 +1,9 @@
 """Flips of a real mesh whose ranks own their memory: rows move between processes, and answers are those without."""
 
+import asyncio
 import logging
+import os
+import signal
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,6 +11,7 @@ from pathlib import Path
 import pytest
 from flipmesh.mover.v1 import mover_service_pb2
 
+from services.core.ids import Rank
 from services.mesh.codec.common import layout_to_proto
 from tests.mesh.flipping import ASKS, PP, TP, Bench, bench_of, flip_until_ended, hold_answers
 from tests.mesh.meshes import Mesh, started
@@ -99,6 +103,22 @@ async def test_answers_hold_while_weights_move_as_well(
             assert all(record.bytes_moved > WEIGHTS_BYTES for record in records)
             await bench.settled()
             reported(records)
+
+
+async def test_a_rank_killed_between_flips_costs_no_stream(tmp_path: Path, control: list[Heard]) -> None:
+    """Weights that have moved are gone with the rank: the next generation loads its own and flips as well."""
+    with started(tmp_path, group={"mode": "exchange"}, policy={"mode": "manual"}) as mesh:
+        async with bench_of(mesh) as bench:
+            async with bench.streaming(ASKS, 16) as load:
+                assert (await bench.flip(PP)).committed
+                pid = await bench.pid("worker", Rank(1))
+                os.kill(pid, signal.SIGKILL)
+                await bench.until_reborn("worker", pid, Rank(1))
+            hold_answers(control, load.heard)
+            await asyncio.to_thread(mesh.wait_ready)
+            async with bench.streaming(ASKS, 16) as load:
+                assert await flip_until_ended(bench, load)
+            hold_answers(control, load.heard)
 
 
 async def test_three_uneven_ranks_and_a_full_pool(tmp_path: Path, control: list[Heard]) -> None:

@@ -22,7 +22,7 @@ from services.mesh.model_files import ModelFiles
 from services.worker.arena import Arena
 from services.worker.model.products import PiecedMatrix, PlacedMatrix, Weight
 from services.worker.private.exchange_plan import ExchangePlan
-from services.worker.private.owned_weights import fill
+from services.worker.private.owned_weights import fill, release_mapped
 from services.worker.private.pieces import Piece
 
 
@@ -52,6 +52,7 @@ class ArenaWeights:
             self._fill(turn, self._maps[turn])
             self._sums[turn] = {piece: self._sum(turn, piece) for piece in self._maps[turn]}
             self.held = turn
+        release_mapped(self._files)
 
     def wrong(self, kind: LayoutKind) -> list[TensorShard]:
         """Pieces of a layout that have not the files' bytes, among those that are not the same in both layouts."""

@@ -14,7 +14,7 @@ from services.worker.collectives import Carrier
 from services.worker.kv_cache import Pool
 from services.worker.layouts import cut_within_blocks, shard_units
 from services.worker.model.stage import Weights
-from services.worker.private.owned_weights import OwnedWeights
+from services.worker.private.owned_weights import OwnedWeights, release_mapped
 from services.worker.private.pieces import canonical_tensors, resident_pieces
 from services.worker.private.pool_pair import PoolPair
 from services.worker.private.wire import MoveBounds, Wire
@@ -32,7 +32,9 @@ def owned_weights(files: ModelFiles, rank: Rank, layouts: Mapping[LayoutKind, La
     tensors = canonical_tensors(files.tensors, cut, is_tied=geometry.tied_embeddings)
     units = shard_units(geometry, files.tensors)
     pieces = resident_pieces(rank, tuple(layouts.values()), units, tensors, cut)
-    return OwnedWeights(files, pieces, {tensor.name: tensor.source for tensor in tensors})
+    weights = OwnedWeights(files, pieces, {tensor.name: tensor.source for tensor in tensors})
+    release_mapped(files)
+    return weights
 
 
 class DualMemory:

@@ -5,6 +5,7 @@ that is expanded, a few rows. A share is a view: rows of a piece lie side by sid
 there are is decided elsewhere (pieces).
 """
 
+import mmap
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -90,6 +91,13 @@ def fill(memory: Tensor, piece: Piece, files: ModelFiles) -> None:
     rows, columns = piece.shard.rows, piece.shard.columns
     part = stored[rows.begin : rows.end, columns.begin // length * size : -(-columns.end // length) * size]
     memory.numpy().reshape(part.shape)[:] = part
+
+
+def release_mapped(files: ModelFiles) -> None:
+    """Lets go of the files' pages that loading has touched: they are not this rank's memory, and come back if read."""
+    for buffer in files.buffers:
+        if isinstance(buffer.obj, mmap.mmap):
+            buffer.obj.madvise(mmap.MADV_DONTNEED)
 
 
 def _expand(whole: Matrix, rows: Span, columns: Span, memory: Tensor) -> None:
