@@ -34,9 +34,9 @@ def log(tmp_path: Path) -> Iterator[Log]:
         found = Log("router", Level.INFO, RotatedFile(tmp_path / "lines", 100_000, 2), PatientOutput(output.fileno()))
         yield found
         found.close()
-    library = logging.getLogger(LIBRARY_LOGGER)
-    library.handlers.clear()
-    library.propagate = True
+    # An exporter that was given up may still have a word to say: nobody wants it, and stderr is not the place.
+    logging.getLogger(LIBRARY_LOGGER).handlers[:] = [logging.NullHandler()]
+    logging.getLogger(LIBRARY_LOGGER).propagate = False
 
 
 def lines(paths: StatePaths, log: Log) -> list[str]:
