@@ -12,6 +12,7 @@ from services.core.step import AbandonEntry, FlipEntry
 from services.mesh.model_files import ModelFiles, open_model
 from services.worker.model.products import PiecedMatrix, PlacedMatrix, multiply
 from services.worker.participation import Worked, WorkLost
+from services.worker.private.arena_weights import ArenaWeights
 from services.worker.private.exchange_memory import ExchangeMemory
 from services.worker.rank_memory import DataPlaneLostError
 from tests.unit.private_group import flip, rows_of, runs
@@ -56,6 +57,33 @@ def test_one_changed_byte_of_the_weights_takes_all_back(tiny: Tiny, num_ranks: i
         check_weights(group, TP, tiny)
         log.decode([0], 5)
         check_greedy(tiny[1], log.requests[0], 40, 11)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_a_verdict_against_it_exchanges_everything_back(
+    tiny: Tiny, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank finds fault with what is right: all come back without the files."""
+    with group_of(tiny[0], num_ranks, mode="exchange") as group:
+        log = group.log
+        log.reset(PP, NUM_BLOCKS, 8, 256)
+        log.prefill({0: PROMPT}, 16)
+        weights, pieces = memory_of(group, 1)._weights, [next(iter(memory_of(group, 1)._weights._maps[TP]))]
+        honest = weights.wrong
+        with monkeypatch.context() as patched:
+            patched.setattr(weights, "wrong", lambda kind: pieces if kind is TP else honest(kind))
+            patched.setattr(ArenaWeights, "refill", no_files)
+            answers = flip(group, TP, owned(group)).answers
+        assert all(isinstance(answer, WorkLost) and answer.restored for answer in answers), answers
+        check_weights(group, PP, tiny)
+        log.decode([0], 5)
+        flip(group, TP, owned(group))
+        log.decode([0], 5)
+        check_greedy(tiny[1], log.requests[0], 40, 11)
+
+
+def no_files(weights: ArenaWeights, kind: LayoutKind) -> None:
+    raise AssertionError(f"the pieces of {kind.value} were exchanged back: no file is needed")
 
 
 def test_abandoned_after_its_pages_have_moved(tiny: Tiny) -> None:

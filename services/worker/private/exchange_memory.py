@@ -2,13 +2,15 @@
 
 Rows go first, into a pool that is nobody's until COMMIT, and the group says that all of them are right before a page of
 the weights moves. Then pages move, and every piece is compared with the files' checksum where it lies. On a mismatch
-all ranks go back: each takes the pieces that the layout before needs from the files again, which needs no peer and
-cannot inherit what was damaged on the way. The same holds when an attempt is abandoned after its pages have moved.
+all ranks go back: pages are exchanged back and compared again, and a rank where one is wrong even so (it was damaged on
+the way, and its first copy overwritten) takes its pieces from the files. Where an attempt is abandoned after its pages
+have moved, each rank takes them from the files: no peer is waited for then.
 """
 
 import time
 from collections.abc import Mapping
 
+from services.core.exchange import Exchange
 from services.core.ids import LayoutKind
 from services.core.layout import Layout
 from services.core.reshard import stable_hash
@@ -62,7 +64,7 @@ class ExchangeMemory:
             self._weights.held = None
             exchanged = self._pages.exchange(exchange.phases)
         began_ns = time.perf_counter_ns()
-        self._verify(flip.target, exchange.hash)
+        self._verify(flip.target, exchange)
         verify_ns = time.perf_counter_ns() - began_ns
         return _sum(moved, exchanged, verify_ns)
 
@@ -72,17 +74,24 @@ class ExchangeMemory:
         except RestorableError as error:
             return Moved(), error
 
-    def _verify(self, target: LayoutKind, exchange_hash: int) -> None:
+    def _verify(self, target: LayoutKind, exchange: Exchange) -> None:
         """One verdict on all pieces of all ranks; back to the layout before if one is wrong."""
         wrong = self._weights.wrong(target)
         failure = RestorableError(f"{len(wrong)} pieces are not the files', first {wrong[0]}") if wrong else None
         with self._wire.guarded():
             try:
-                self._wire.agree(failure, exchange_hash)
+                self._wire.agree(failure, exchange.hash)
             except RestorableError:
-                self.settle(target.other)
+                self._go_back(target.other, exchange)
                 raise
         self._weights.held = target
+
+    def _go_back(self, kind: LayoutKind, exchange: Exchange) -> None:
+        """All ranks: takes back every phase of the exchange that led away from `kind`."""
+        self._pages.exchange(exchange.restoring_phases(len(exchange.phases)))
+        if not self._weights.wrong(kind):
+            self._weights.held = kind
+        self.settle(kind)
 
     def settle(self, kind: LayoutKind) -> None:
         """See RankMemory: takes from the files what is not there."""
