@@ -97,9 +97,9 @@ class Checks:
             raise InvariantError("stale quorum", f"flip {key[1]} enters round {round_number} without ranks {missing}")
         self._group.moment("entered")
         run = self._group.scheduler.run
-        is_pending = run is not None and run.fence.generation == key[0] and run.flip is not None
+        flip = None if run is None or run.fence.generation != key[0] else run.flip
         # A mover that slept may enter what the log has abandoned: ranks are past it, and nobody follows.
-        if is_pending and run.flip.entry.flip_id == key[1] and self._planes[key[0]].num_held:
+        if flip is not None and flip.entry.flip_id == key[1] and self._planes[key[0]].num_held:
             raise InvariantError(
                 "channels empty", f"flip {key[1]} enters with {self._planes[key[0]].num_held} messages held"
             )
