@@ -93,7 +93,9 @@ def _num_blocks(
         num_blocks, reason = _budgeted_blocks(ledger, budgets)
         num_blocks = min(num_useful, num_blocks)
     else:
-        num_blocks = min(num_useful, int(free_bytes * POOL_SHARE) // block_bytes)
+        # Where ranks own their memory both layouts' pools are resident, and together they hold each block twice.
+        num_pools = 1 if settings.group.mode == "shared" else 2
+        num_blocks = min(num_useful, int(free_bytes * POOL_SHARE) // (num_pools * block_bytes))
         reason = f"{POOL_SHARE:.0%} of {free_bytes} free bytes"
     if pool.max_total_tokens is not None and num_blocks * BLOCK_SLOTS > pool.max_total_tokens:
         num_blocks, reason = pool.max_total_tokens // BLOCK_SLOTS, "pool.max_total_tokens"

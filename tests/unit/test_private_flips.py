@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.collective_status import CollectiveError
 from kernels.linear import Matrix
 from services.core.ids import LayoutKind
 from services.core.kv_reshard import BlockRuns
@@ -208,12 +209,17 @@ def test_a_rank_that_cannot_begin_holds_up_nobody(tiny: tuple[ModelFiles, TinyLl
         check_greedy(model, group.log.requests[0], 40, 7)
 
 
-def test_a_peer_that_never_comes_ends_the_generation_by_name(tiny: tuple[ModelFiles, TinyLlama]) -> None:
-    with group_of(tiny[0], 2, limits=replace(LIMITS, deadline_s=0.2), mode="dual") as group:
+@pytest.mark.parametrize("mode", ["dual", "exchange"])
+def test_a_peer_that_never_comes_ends_the_generation_by_name(tiny: tuple[ModelFiles, TinyLlama], mode: str) -> None:
+    """Nor does an ABANDON that comes afterwards make a group of ranks that have lost each other."""
+    with group_of(tiny[0], 2, limits=replace(LIMITS, deadline_s=0.5), mode=mode) as group:
         group.log.reset(PP, NUM_BLOCKS, 8, 256)
+        group.log.prefill({0: PROMPT}, 16)
         [answer] = flip(group, TP, LIVE["all"], working=[0]).answers
         assert isinstance(answer, WorkLost) and not answer.restored
         assert "ALL_GATHER for FLIP on rank 0" in answer.reason and "rank 1" in answer.reason
+        with pytest.raises(CollectiveError):
+            group.log.decode([0], 1)
 
 
 @pytest.mark.parametrize("mode", ["dual", "exchange"])

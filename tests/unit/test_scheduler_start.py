@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -55,6 +56,13 @@ def test_the_pools_size_and_where_it_comes_from(
 ) -> None:
     size = size_group(settings_of(pool=pool), GEOMETRY, free_bytes)
     assert (size.limits.num_blocks, size.reason, size.block_bytes) == (num_blocks, reason, BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("mode", ["dual", "exchange"])
+def test_where_ranks_own_their_memory_both_pools_count(mode: Literal["dual", "exchange"]) -> None:
+    private = settings_of(group=GroupSettings(mode=mode))
+    assert size_group(private, GEOMETRY, 80 * BLOCK_BYTES).limits.num_blocks == 10
+    assert size_group(settings_of(), GEOMETRY, 80 * BLOCK_BYTES).limits.num_blocks == 20
 
 
 def test_a_pool_that_holds_nothing_is_refused() -> None:
