@@ -1,8 +1,8 @@
 """Flips of one generation, as the scheduler sees them: one attempt at a time, from the FLIP entry to COMMIT or ABANDON.
 
 The mover decides the outcome; this writes it into the log. It asks a lost mover again, because the outcome is in the
-mover's journal; where no mover answers in time it abandons, which is safe as long as no COMMIT is written and the
-mode leaves the active layout's bytes in place (`shared`, `dual`). Never touches a request.
+mover's journal. Where no mover answers in time it abandons if ranks do not meet in a flip's work (`shared`); where they
+do, some may be inside an exchange that others never enter, and the generation ends. Never touches a request.
 """
 
 import asyncio
@@ -122,6 +122,8 @@ class Flips:
     log: Log
     meters: Meters
     on_change: Callable[[], None]
+    ranks_meet: bool = False
+    """Whether ranks wait for each other in a flip's work."""
     timeline: list[LayoutSpan] = field(default_factory=list)
     abandoned_in_a_row: int = 0
     last_abandon_reason: str = ""
@@ -137,6 +139,10 @@ class Flips:
 
     def __post_init__(self) -> None:
         self.timeline.append(LayoutSpan(self.run.kind, time.time_ns(), "start of the generation"))
+
+    @property
+    def _without_mover(self) -> FlipOutcome:
+        return FlipOutcome.BROKEN if self.ranks_meet else FlipOutcome.ABANDONED
 
     async def serve(self) -> None:
         """Makes the attempts that are asked for by hand, until the generation ends.
@@ -267,12 +273,12 @@ class Flips:
                 return outcome, reason
             self.log.warning("mover-silent", flip=request.flip_id, left_s=mover.left_s, reason=reason)
             if mover.left_s == 0:
-                return FlipOutcome.ABANDONED, f"no mover for {MOVER_ABSENT_S:g} s: {reason}"
+                return self._without_mover, f"no mover for {MOVER_ABSENT_S:g} s: {reason}"
             await anyio.sleep(ASK_AGAIN_S)
             try:
                 await self.peers.reach("mover", timeout_s=max(mover.left_s, ASK_AGAIN_S))
             except MeshError as error:
-                return FlipOutcome.ABANDONED, f"no mover for {MOVER_ABSENT_S:g} s: {error}"
+                return self._without_mover, f"no mover for {MOVER_ABSENT_S:g} s: {error}"
 
     async def _report(
         self, fence: layout_pb2.Fence, flip_id: FlipId, outcome: FlipOutcome, carry: Carry, gaps: FlipGaps

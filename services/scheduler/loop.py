@@ -56,6 +56,8 @@ class GroupLoop:
     set_serving: Callable[[bool], Awaitable[None]]
     sessions: Sessions
     peers: Peers
+    ranks_meet_in_flips: bool = False
+    """Whether a flip moves bytes between ranks."""
     run: GenerationRun | None = None
     """The generation that serves; None between two."""
     flips: Flips | None = None
@@ -184,7 +186,7 @@ class GroupLoop:
                 await flips.attempt(wanted, reason)
 
         link = PolicyLink(self.peers, self.log, lambda: _signal(run, flips), follow)
-        flips = Flips(run, self.peers, self.deadlines, self.log, self.meters, link.touch)
+        flips = Flips(run, self.peers, self.deadlines, self.log, self.meters, link.touch, self.ranks_meet_in_flips)
         run.on_change = link.touch
         run.background = (flips.serve, link.run)
         return flips

@@ -57,6 +57,7 @@ def make_loop(shell: Shell, size: GroupSize) -> GroupLoop:
         set_serving=shell.server.set_serving,
         sessions=Sessions(),
         peers=shell.peers,
+        ranks_meet_in_flips=settings.group.mode != "shared",
     )
 
 

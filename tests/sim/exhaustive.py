@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from services.core.flip import FlipProtocolError
 from services.core.log_follower import ProtocolError
 from tests.sim.space import Space
+from tests.sim.space_checks import check_end
 from tests.sim.space_state import ALL_CRASHES, Scope
 from tests.sim.world import InvariantError
 
@@ -49,7 +50,7 @@ def explore(space: Space, max_states: int = MAX_STATES) -> Explored:
         try:
             moves = list(space.quiet_moves(state))
             if not moves:
-                space.check_end(state)
+                check_end(state, space.scope)
             moves += space.loud_moves(state)
         except (InvariantError, FlipProtocolError, ProtocolError) as error:
             violation = error if isinstance(error, InvariantError) else InvariantError("raised", str(error))

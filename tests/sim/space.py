@@ -28,13 +28,13 @@ from services.core.flip import (
 from services.core.flip_coordinator import CoordinatorState, FlipCoordinator
 from services.core.flip_participant import FlipParticipant, ParticipantState
 from services.core.ids import Epoch, FlipId, Generation, Rank, Sequence
-from services.core.log_follower import FIRST_EPOCH, LogState
 from services.core.step import AbandonEntry, CommitEntry, Entry, FlipEntry, LogEntry, ResetEntry
 from services.mover.attempts import decide_again
 from services.mover.early import EarlyEvents
 from services.mover.journal import Armed, Concluded, Entered, FlipKey, Record
 from tests.sim.mover import event_of
-from tests.sim.space_rank import PLAN_HASH, Interned, RankMoves, RankState, checked, reborn, unlinked, withdrawing
+from tests.sim.space_checks import check_commit, check_enter, check_told
+from tests.sim.space_rank import PLAN_HASH, Interned, RankMoves, RankState, reborn, unlinked, withdrawing
 from tests.sim.space_state import (
     DEADLINES,
     Budget,
@@ -152,29 +152,12 @@ class Space:
         if outcome is not FlipOutcome.COMMITTED:
             state = self._append(state, AbandonEntry(s.last_id, ""))
         else:
-            self._check_commit(state)
+            check_commit(state)
             state = self._append(state, CommitEntry(s.last_id, s.kind.other))
             s = s._replace(epoch=Epoch(s.epoch + 1), kind=s.kind.other)
         return state._replace(
             scheduler=s._replace(sequence=state.scheduler.sequence, is_pending=False, question="idle")
         )
-
-    def _check_commit(self, state: GroupState) -> None:
-        key = (state.scheduler.generation, state.scheduler.last_id)
-        record = OneJournal(list(state.mover.journal)).last(key)
-        checked(
-            "journal, then speak",
-            isinstance(record, Concluded) and record.outcome is FlipOutcome.COMMITTED,
-            lambda: f"COMMIT is written, the journal says {record}",
-        )
-        for rank in state.ranks:
-            tables = rank.tables
-            is_verified = tables.state is ParticipantState.VERIFIED and tables.entry is not None
-            checked(
-                "commit after all verified",
-                not rank.is_log_open or (is_verified and tables.entry.flip_id == key[1]),  # type: ignore[union-attr]
-                lambda rank=rank: f"COMMIT of {key} with {rank}",  # type: ignore[misc]
-            )
 
     def _lose(self, state: GroupState) -> GroupState:
         """The generation is over: logs end, the mover's stream with them."""
@@ -286,7 +269,7 @@ class Space:
     def _carry_out(self, state: GroupState, key: FlipKey, effect: CoordinatorEffect) -> GroupState:
         match effect:
             case JournalEnter(round_number):
-                self._check_enter(state, key, round_number)
+                check_enter(state, key, round_number)
                 return self._record(state, Entered(key, round_number)) if self._journals_enter else state
             case SendAssemble(round_number):
                 return tell(state, key, AssembleReceived(key[1], round_number))
@@ -303,15 +286,6 @@ class Space:
         journal.append(record)
         return state._replace(mover=state.mover._replace(journal=tuple(journal.records)))
 
-    def _check_enter(self, state: GroupState, key: FlipKey, round_number: int) -> None:
-        for rank in state.ranks:
-            # A rank that serves a later generation by now had said it in its life before, and this one is lost.
-            checked(
-                "nobody enters alone",
-                rank.present_in == (*key, round_number) or rank.present_in[0] > key[0],
-                lambda rank=rank: f"ENTER of {key}, round {round_number}, with {rank}",  # type: ignore[misc]
-            )
-
     # Ranks.
 
     def _rank_moves(self, state: GroupState, place: int, rank: RankState) -> Iterator[tuple[str, GroupState]]:
@@ -325,7 +299,7 @@ class Space:
             for after in moves.hop(rank):
                 yield f"{who} hears {rank.to_loop[0]}", with_rank(state, place, after)
         if rank.from_mover:
-            self._check_told(state, rank)
+            check_told(state, rank)
             for after in moves.obey(rank):
                 yield f"{who} obeys {rank.from_mover[0]}", with_rank(state, place, after)
         if rank.queue:
@@ -334,17 +308,6 @@ class Space:
         if state.mover.is_up and not rank.is_linked and not rank.to_mover:
             for after in moves.connect(rank):
                 yield f"{who} is linked", with_rank(state, place, after)
-
-    def _check_told(self, state: GroupState, rank: RankState) -> None:
-        generation, command = rank.from_mover[0]
-        if not isinstance(command, EnterReceived):
-            return
-        record = OneJournal(list(state.mover.journal)).last((Generation(generation), command.flip_id))
-        checked(
-            "journal, then speak",
-            isinstance(record, Entered | Concluded),
-            lambda: f"a rank hears {command}, the journal says {record}",
-        )
 
     def _hear(self, state: GroupState, place: int, rank: RankState) -> GroupState:
         said, rank = rank.to_mover[0], rank._replace(to_mover=rank.to_mover[1:])
@@ -415,29 +378,3 @@ class Space:
             for r in state.ranks
         )
         return state._replace(scheduler=scheduler, mover=mover, ranks=ranks)
-
-    # The end.
-
-    def check_end(self, state: GroupState) -> None:
-        """Nothing but faults can happen any more: every flip has its outcome, and everyone agrees.
-
-        Raises:
-            InvariantError: it is not so.
-        """
-        s = state.scheduler
-        checked("each flip ends", s.is_serving and not s.is_pending, lambda: f"nothing can happen any more: {s}")
-        checked("each flip ends", state.mover.key is None, lambda: f"the mover is left with {state.mover}")
-        for rank in state.ranks:
-            tables = rank.tables
-            checked(
-                "epoch agreement",
-                (tables.epoch, tables.layout, tables.sequence, tables.log_state, tables.state)
-                == (s.epoch, s.kind, s.sequence, LogState.RUNNING, ParticipantState.RUNNING),
-                lambda rank=rank: f"{rank} at the end of {s}",  # type: ignore[misc]
-            )
-        if state.budget[1:] == (self.scope.num_crashes, self.scope.num_slips, self.scope.num_expiries):
-            checked(
-                "convergence",
-                s.epoch == FIRST_EPOCH + self.scope.num_flips,
-                lambda: f"nothing went wrong, and {s.epoch - FIRST_EPOCH} flips of {self.scope.num_flips} committed",
-            )

@@ -258,6 +258,19 @@ async def test_a_mover_that_says_nothing_is_given_up(
             assert router.output("held") == answer(PROMPT, 8)
 
 
+async def test_without_a_mover_ranks_that_may_have_met_end_with_their_generation(
+    tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (flips_module, mover_question):
+        monkeypatch.setattr(module, "MOVER_ABSENT_S", 0.2)
+    async with flipping(tmp_path, log, ScriptedMover(STANDS)) as (group, router):
+        assert group.loop.flips is not None
+        group.loop.flips.ranks_meet = True
+        result = await group.loop.flip(PP)
+        assert result.outcome is None and "the generation ended" in result.reason
+        assert "no mover for 0.2 s" in (await router.until("lost")).lost.reason
+
+
 async def test_a_broken_flip_ends_the_generation_and_its_asker_hears(tmp_path: Path, log: Log) -> None:
     async with flipping(tmp_path, log, ScriptedMover(BROKEN)) as (group, router):
         result = await group.loop.flip(PP)
