@@ -23,7 +23,9 @@ from services.router.admission import Admission
 from services.router.scheduler_client import SchedulerClient
 
 ASK_INTERVAL_S = 1.0
-"""Between two questions to one process."""
+"""Between two questions to one process, while there is work."""
+ASK_AT_REST_S = 2.0
+"""While there is none: two questions still fit into `SILENT_S`, and nothing competes with their answers."""
 ASK_TIMEOUT_S = 1.5
 """A process answers from what it knows, in a millisecond; busy cores may stretch that."""
 SILENT_S = 4.0
@@ -58,6 +60,7 @@ class ProcessWatch:
         self._heard_s: dict[Place, float] = {}
         self._num_steps = 0
         self._stepped_s = clock()
+        self._interval_s = ASK_INTERVAL_S
         self.scheduler: pb.GetStatusResponse | None = None
         """Its last answer."""
         self.findings: tuple[str, ...] = ()
@@ -84,7 +87,7 @@ class ProcessWatch:
             # Silence is what is counted; why it is silent stands in that process's log.
             with suppress(MeshError):
                 self.hear(place, await unary(stub.GetStatus, pb.GetStatusRequest(), timeout_s=ASK_TIMEOUT_S))
-            await anyio.sleep(ASK_INTERVAL_S)
+            await anyio.sleep(self._interval_s)
 
     async def _ask_sentinel(self) -> None:
         stub = SentinelServiceStub(self._peers.channel("sentinel"))
@@ -94,7 +97,7 @@ class ProcessWatch:
                 self.findings = tuple(verdict.statement for verdict in answer.verdicts)
             except MeshError:
                 self.findings = ()
-            await anyio.sleep(ASK_INTERVAL_S)
+            await anyio.sleep(self._interval_s)
 
     def hear(self, place: Place, status: pb.GetStatusResponse) -> None:
         """Takes an answer."""
@@ -104,6 +107,7 @@ class ProcessWatch:
         self.scheduler = status
         scheduler = status.scheduler
         has_work = scheduler.num_resident_requests + scheduler.num_queued_requests > 0
+        self._interval_s = ASK_INTERVAL_S if has_work else ASK_AT_REST_S
         if not has_work or scheduler.num_steps_total != self._num_steps:
             self._num_steps, self._stepped_s = scheduler.num_steps_total, self._clock()
 

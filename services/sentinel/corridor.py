@@ -1,8 +1,8 @@
 """The memory corridor: a floor of free memory that must hold at every moment, boot included.
 
-Sampled ten times a second at boot and while any rank moves, twice a second once all have been quiet for a second: an
-idle mesh takes nothing, what a first step after a pause takes stays taken, and a neighbour is seen half a second late.
-A sample costs 0.05 ms with warm caches and 0.5 ms on a machine that is busy with other things: about 0.1 % of a core
+Sampled ten times a second at boot and while any rank moves, once a second when all have been quiet for a second: an
+idle mesh takes nothing, what a first step after a pause takes stays taken, and a neighbour is seen a second late.
+A sample costs 0.05 ms with warm caches and 0.5 ms on a machine that is busy with other things: about 0.05 % of a core
 while idle, where the whole mesh has 2 %. What binds is the largest prefill chunk, not decode.
 
 Never frees anything: it says when, in which layout and in which step the floor was broken. A breach stands until free
@@ -22,7 +22,7 @@ from services.sentinel.memory_ring import MemoryRing, MemorySample
 from services.sentinel.rings import RingReader
 
 SAMPLE_EVERY_S = 0.1
-IDLE_EVERY_S = 0.5
+IDLE_EVERY_S = 1.0
 QUIET_SAMPLES = 10
 """Samples in a row that find no rank further: a second; then the mesh is idle."""
 RECOVERY_MARGIN = 1.1
