@@ -13,12 +13,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 BUILT := $(wildcard protos/flipmesh/*/v1/*.proto kernels/native/*.c kernels/native/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help install fetch serve test sim check fix protos bench clean
+.PHONY: help install fetch serve slow test sim check fix protos bench clean
 
 help:
 	@echo "make serve   set up, fetch the default model, serve it on http://127.0.0.1:8000"
 	@echo "make test    set up and run the tests"
 	@echo "make sim     simulated schedules of the flip, SEEDS of them from FIRST on"
+	@echo "make slow    the sweeps that make test leaves out"
 	@echo "make check   lint, types, import contracts, bounds"
 	@echo "make fix     format, and mend what the linter can"
 	@echo "make bench   figures of this machine: kernels, then the whole mesh"
@@ -44,6 +45,9 @@ fetch: $(INSTALLED)
 
 serve: fetch
 	@exec $(BIN)/honcho start
+
+slow: fetch
+	@$(BIN)/pytest -m slow --timeout 600
 
 test: fetch
 	@$(BIN)/pytest -m "not slow and not gpu"
