@@ -4,7 +4,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import anyio
 from flipmesh.common.v1 import introspection_pb2
@@ -157,12 +157,13 @@ async def bench_of(mesh: Mesh) -> AsyncIterator[Bench]:
 
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """A process that stands still meanwhile."""
+    """A process that stands still meanwhile, unless it is killed meanwhile."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 def hold_answers(control: Sequence[Heard], heard: Sequence[Heard]) -> None:
