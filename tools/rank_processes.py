@@ -20,12 +20,12 @@ from kernels.shm_region import RegionShape
 from services.core.ids import LayoutKind, Rank
 from services.core.layout import Layout
 from services.core.step import LogEntry
+from services.mesh.layouts import both_layouts, cut_within_blocks, shard_units
 from services.mesh.lifeline import tie_to_parent
 from services.mesh.model_files import ModelFiles, open_model
 from services.worker.boot import free_memory_bytes, open_region, settle
 from services.worker.collectives import ShmCarrier
 from services.worker.execution import Answer
-from services.worker.layouts import both_layouts, cut_within_blocks, shard_units
 from services.worker.private.dual_memory import dual_memory
 from services.worker.private.exchange_memory import exchange_memory
 from services.worker.private.wire import MAX_CHUNK_BYTES, MoveBounds

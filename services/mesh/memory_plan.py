@@ -6,7 +6,6 @@ measured (each says how); what a service grows by under load is its own bounds' 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +17,7 @@ from services.formats.geometry import ModelGeometry
 from services.formats.ggml_types import block_bytes, block_length
 from services.formats.tensor_places import TensorPlace
 from services.mesh.compatibility import SERVED, CarrierKind, Combination, Device, Served, check_combination
+from services.mesh.layouts import shard_units, whole_shares
 from services.mesh.memory_price import MachineDemand, ModelDemand, make_ledger
 from services.mesh.settings import GroupSettings, SchedulerSettings, Settings
 
@@ -34,9 +34,6 @@ SUPERVISOR_BYTES = 10 * MIB
 """PSS of one supervisor; there are as many as services and one for the workers."""
 STAGING_BYTES = 64 * MIB
 """Per rank, where bytes move between ranks' own memories: bounded, whatever is moved."""
-WEIGHT_STEPS = 1 << 20
-"""Whole steps of the smallest `tp_weights` entry."""
-
 STAGE_BYTES, BANKS = 256 * 1024, 2
 SLOT_BYTES, SLOT_HEADER_BYTES, MESSAGES_IN_FLIGHT = 64 * 1024, 64, 2
 """The shared region's own sizes (kernels); a test holds the sum to the real region."""
@@ -121,17 +118,8 @@ def deployed_layouts(
     kv_tokens: Sequence[int] | None = None,
 ) -> tuple[ShardUnits, dict[LayoutKind, Layout]]:
     """Both layouts of the group, and what they are cut in; raises LayoutError where a vector does not fit."""
-    ffn_blocks = {block_length(place.ggml_type) for name, place in tensors.items() if name.endswith(".ffn_down")}
-    units = ShardUnits(
-        num_layers=geometry.num_layers,
-        num_heads=geometry.num_heads,
-        num_kv_heads=geometry.num_kv_heads,
-        ffn=geometry.ffn_size,
-        ffn_unit=math.lcm(*ffn_blocks),
-        vocab=geometry.vocab_size,
-    )
-    weights = group.tp_weights
-    whole = None if weights is None else [round(weight / min(weights) * WEIGHT_STEPS) for weight in weights]
+    units = shard_units(geometry, tensors)
+    whole = None if group.tp_weights is None else whole_shares(group.tp_weights)
     return units, {
         LayoutKind.PP: pp_layout(units, group.num_ranks, group.pp_layers),
         LayoutKind.TP: tp_layout(units, group.num_ranks, whole, kv_tokens=kv_tokens),

@@ -22,11 +22,11 @@ from services.formats.geometry import ModelGeometry
 from services.formats.gguf import GgufMetadata
 from services.mesh.errors import ConfigurationError
 from services.mesh.host_memory import HostMemoryReader
+from services.mesh.layouts import both_layouts, cut_within_blocks, shard_units
 from services.mesh.model_files import ModelFiles, open_model
 from services.mesh.settings import Settings
 from services.worker.backing import BackingError
 from services.worker.collectives import Carrier, ShmCarrier
-from services.worker.layouts import both_layouts, cut_within_blocks, shard_units
 from services.worker.ledger_report import priced
 from services.worker.private.dual_memory import dual_memory
 from services.worker.private.exchange_memory import exchange_memory

@@ -14,10 +14,10 @@ from kernels.collective_status import AbortReason
 from kernels.shm_region import RegionShape, ShmRegion
 from services.core.ids import LayoutKind, Rank
 from services.core.step import LogEntry
+from services.mesh.layouts import both_layouts, cut_within_blocks, shard_units
 from services.mesh.model_files import ModelFiles
 from services.worker.collectives import ShmCarrier
 from services.worker.execution import Answer
-from services.worker.layouts import both_layouts, cut_within_blocks, shard_units
 from services.worker.private.dual_memory import dual_memory
 from services.worker.private.exchange_memory import exchange_memory
 from services.worker.private.wire import MoveBounds

@@ -12,8 +12,8 @@ from kernels.linear import Matrix, dequantize
 from services.core.ids import LayoutKind, Rank
 from services.core.layout import Layout, Span
 from services.core.tensor_shares import held_shards
+from services.mesh.layouts import both_layouts, cut_within_blocks, shard_units
 from services.mesh.model_files import ModelFiles, open_model
-from services.worker.layouts import both_layouts, cut_within_blocks, shard_units
 from services.worker.private.dual_memory import owned_weights
 from services.worker.private.owned_weights import OwnedWeights
 from services.worker.private.pieces import canonical_tensors, resident_pieces, total_bytes

@@ -13,8 +13,8 @@ from torch import Tensor
 from kernels.linear import Matrix, multiply
 from services.core.layout import Span
 from services.mesh.errors import ConfigurationError
+from services.mesh.layouts import both_layouts, cut_within_blocks, shard_units
 from services.mesh.model_files import ModelFiles, open_model
-from services.worker.layouts import both_layouts, cut_within_blocks, shard_units
 from services.worker.weights import WeightStore
 from tests.unit.tiny_llama import TinyLlama, TinyShape, write_gguf, write_safetensors
 

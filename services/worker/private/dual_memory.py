@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from services.core.ids import LayoutKind, Rank
 from services.core.layout import Layout
 from services.core.step import FlipEntry
+from services.mesh.layouts import cut_within_blocks, shard_units
 from services.mesh.model_files import ModelFiles
 from services.worker.collectives import Carrier
 from services.worker.kv_cache import Pool
-from services.worker.layouts import cut_within_blocks, shard_units
 from services.worker.model.stage import Weights
 from services.worker.private.owned_weights import OwnedWeights, release_mapped
 from services.worker.private.pieces import canonical_tensors, resident_pieces

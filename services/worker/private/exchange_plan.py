@@ -12,8 +12,8 @@ from services.core.exchange import Exchange, exchange_plans
 from services.core.ids import LayoutKind
 from services.core.layout import Layout
 from services.core.tensor_shares import CanonicalTensor, Cut, held_shards
+from services.mesh.layouts import cut_within_blocks, shard_units
 from services.mesh.model_files import ModelFiles
-from services.worker.layouts import cut_within_blocks, shard_units
 from services.worker.private.pieces import canonical_tensors
 
 PAGE_BYTES = 16 * 1024

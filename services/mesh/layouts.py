@@ -41,13 +41,14 @@ def both_layouts(
     try:
         return {
             LayoutKind.PP: pp_layout(units, num_ranks, pp_layers),
-            LayoutKind.TP: tp_layout(units, num_ranks, None if tp_weights is None else _whole(tp_weights)),
+            LayoutKind.TP: tp_layout(units, num_ranks, None if tp_weights is None else whole_shares(tp_weights)),
         }
     except LayoutError as error:
         raise ConfigurationError(f"[group] does not fit this model: {error}") from error
 
 
-def _whole(weights: Sequence[float]) -> list[int]:
+def whole_shares(weights: Sequence[float]) -> list[int]:
+    """Configured shares as whole numbers in the same proportion."""
     smallest = min(weights)
     return [round(weight / smallest * WEIGHT_STEPS) for weight in weights]
 
