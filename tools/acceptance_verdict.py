@@ -147,7 +147,7 @@ def _sentinel(evidence: Evidence) -> Check:
 
 
 def _memory(evidence: Evidence) -> Check:
-    grown = [growth for growth in evidence.growths if not _is_flat(growth)]
+    grown = [growth for growth in evidence.growths if not is_flat(growth)]
     worst = max(
         evidence.growths, key=lambda growth: growth.private_after_bytes - growth.private_before_bytes, default=None
     )
@@ -157,7 +157,8 @@ def _memory(evidence: Evidence) -> Check:
     return Check("memory", worst is not None and not grown, words)
 
 
-def _is_flat(growth: Growth) -> bool:
+def is_flat(growth: Growth) -> bool:
+    """Whether a process keeps as much memory of its own at the end as early on, within what allocators keep."""
     allowed = max(MAX_PRIVATE_GROWTH_BYTES, growth.private_before_bytes * MAX_PRIVATE_GROWTH_SHARE)
     return growth.private_after_bytes - growth.private_before_bytes <= allowed
 

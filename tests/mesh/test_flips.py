@@ -3,8 +3,6 @@
 import asyncio
 import json
 import logging
-import statistics
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -21,9 +19,6 @@ from tools.load import Ask, Heard
 log = logging.getLogger(__name__)
 LONG_TOKENS = 1200
 TEN_MS = 0.01
-MANY_FLIPS = 300
-MAX_MEDIAN_PAUSE_MS = 60.0
-"""On a machine that does other work as well; a quiet one is far below."""
 
 
 @pytest.fixture
@@ -195,32 +190,3 @@ async def test_the_oracle_passes_and_says_so(bench: Bench) -> None:
 def shortened(heard: Heard, num_tokens: int) -> Heard:
     """The first tokens of an answer."""
     return Heard(heard.token_ids[:num_tokens], heard.margins[:num_tokens], error=heard.error)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-async def test_three_hundred_flips_under_streams(bench: Bench, control: list[Heard]) -> None:
-    """No leak, no slowdown, no answer lost or changed; the last flips take no longer than the first."""
-    took_s: list[float] = []
-    while len(took_s) < MANY_FLIPS:
-        async with bench.streaming(ASKS, 8) as load:
-            while not load.has_ended:
-                began_s = time.monotonic()
-                answer = await bench.flip((await bench.layout()).other)
-                assert answer.committed, answer.reason
-                took_s.append(time.monotonic() - began_s)
-        hold_answers(control, load.heard)
-        await bench.settled()
-    fifth = MANY_FLIPS // 5
-    assert statistics.median(took_s[-fifth:]) < 2 * statistics.median(took_s[:fifth])
-    busy = [record for record in await bench.records() if record.num_carried_requests]
-    pauses_ms = sorted(record.pause_ns * 1e-6 for record in busy if record.HasField("pause_ns"))
-    gaps_ms = sorted(record.longest_token_gap_ns * 1e-6 for record in busy if record.HasField("longest_token_gap_ns"))
-    # Shown with --log-cli-level=INFO.
-    log.info("%d flips: pause %s, longest token gap %s", len(took_s), spread(pauses_ms), spread(gaps_ms))
-    assert statistics.median(pauses_ms) < MAX_MEDIAN_PAUSE_MS
-
-
-def spread(values: list[float]) -> str:
-    """p50, p99 and the largest of rising milliseconds."""
-    return f"p50 {values[len(values) // 2]:.1f} p99 {values[len(values) * 99 // 100]:.1f} max {values[-1]:.1f} ms"
