@@ -43,7 +43,7 @@ async def test_a_thousand_flips_under_streams(
 
 
 def hold_flat(observer: Observer, committed: Sequence[int]) -> list[float]:
-    """Pause, memory and descriptors of the end against those of the beginning; figures into the log, the pauses in ms out."""
+    """Pause, memory and descriptors of the end against those of the beginning; figures into the log, pauses out."""
     seen = {flip.flip_id: flip for flip in observer.flips.values()}
     flips = [seen[flip_id] for flip_id in committed]
     assert all(flip.is_committed for flip in flips)
