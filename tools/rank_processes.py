@@ -26,8 +26,7 @@ from services.mesh.model_files import ModelFiles, open_model
 from services.worker.boot import free_memory_bytes, open_region, settle
 from services.worker.collectives import ShmCarrier
 from services.worker.execution import Answer
-from services.worker.private.dual_memory import dual_memory
-from services.worker.private.exchange_memory import exchange_memory
+from services.worker.private.private_memory import PrivateMode, PrivateSpec, private_memory
 from services.worker.private.wire import MAX_CHUNK_BYTES, MoveBounds
 from services.worker.rank_memory import RankMemory, SharedMemory
 from services.worker.runner import MAX_UNREAD_STEPS, Runner, RunnerLimits
@@ -57,7 +56,7 @@ class GroupSpec:
     pp_layers: Sequence[int] | None = None
     tp_weights: Sequence[float] | None = None
     observer: type[Observer] | None = None
-    mode: Literal["shared", "dual", "exchange"] = "shared"
+    mode: Literal["shared"] | PrivateMode = "shared"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,14 +171,10 @@ def _memory(
     carrier: ShmCarrier,
     fds: Mapping[str, int],
 ) -> RankMemory:
-    bounds = MoveBounds(MAX_CHUNK_BYTES, spec.limits.deadline_s)
-    match spec.mode:
-        case "dual":
-            return dual_memory(files, layouts, carrier, bounds)
-        case "exchange":
-            return exchange_memory(files, layouts, carrier, bounds, LayoutKind.PP, free_memory_bytes)
-        case "shared":
-            cut = cut_within_blocks(files.geometry, files.tensors, layouts.values())
-            store = WeightStore(files, fds["weights"], cut)
-            store.expand(carrier.rank, spec.num_ranks)
-            return SharedMemory(store, fds["pool"], files.geometry)
+    if spec.mode != "shared":
+        bounds = MoveBounds(MAX_CHUNK_BYTES, spec.limits.deadline_s)
+        return private_memory(files, layouts, carrier, PrivateSpec(spec.mode, LayoutKind.PP, bounds, free_memory_bytes))
+    cut = cut_within_blocks(files.geometry, files.tensors, layouts.values())
+    store = WeightStore(files, fds["weights"], cut)
+    store.expand(carrier.rank, spec.num_ranks)
+    return SharedMemory(store, fds["pool"], files.geometry)

@@ -28,9 +28,8 @@ from services.mesh.settings import Settings
 from services.worker.backing import BackingError
 from services.worker.collectives import Carrier, ShmCarrier
 from services.worker.ledger_report import priced
-from services.worker.private.dual_memory import dual_memory
-from services.worker.private.exchange_memory import exchange_memory
 from services.worker.private.pool_pair import least_message_bytes
+from services.worker.private.private_memory import PrivateSpec, private_memory
 from services.worker.private.wire import MAX_CHUNK_BYTES, MoveBounds
 from services.worker.rank_memory import RankMemory, SharedMemory
 from services.worker.ring import RingWriter
@@ -110,13 +109,9 @@ def rank_memory(
     message_bytes = region_shape(settings, geometry).max_message_bytes
     bounds = MoveBounds(min(MAX_CHUNK_BYTES, message_bytes), settings.deadlines.collective_s)
     try:
-        match group.mode:
-            case "dual":
-                return dual_memory(files, layouts, carrier, bounds), 0
-            case "exchange":
-                return exchange_memory(files, layouts, carrier, bounds, group.layout, free_memory_bytes), 0
-            case "shared":
-                pass
+        if group.mode != "shared":
+            spec = PrivateSpec(group.mode, group.layout, bounds, free_memory_bytes)
+            return private_memory(files, layouts, carrier, spec), 0
     except (LayoutError, BackingError) as error:
         raise ConfigurationError(f"[group] does not fit this model or this host: {error}") from error
     cut = cut_within_blocks(geometry, files.tensors, layouts.values())

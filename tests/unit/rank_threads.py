@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -18,8 +18,7 @@ from services.mesh.layouts import both_layouts, cut_within_blocks, shard_units
 from services.mesh.model_files import ModelFiles
 from services.worker.collectives import ShmCarrier
 from services.worker.execution import Answer
-from services.worker.private.dual_memory import dual_memory
-from services.worker.private.exchange_memory import exchange_memory
+from services.worker.private.private_memory import PrivateMode, PrivateSpec, private_memory
 from services.worker.private.wire import MoveBounds
 from services.worker.rank_memory import RankMemory, SharedMemory
 from services.worker.runner import MAX_UNREAD_STEPS, Runner, RunnerLimits
@@ -78,7 +77,7 @@ def group_of(
     pp_layers: Sequence[int] | None = None,
     tp_weights: Sequence[float] | None = None,
     limits: RunnerLimits = LIMITS,
-    mode: str = "shared",
+    mode: Literal["shared"] | PrivateMode = "shared",
 ) -> Iterator[Group]:
     """Runners of one group, ready for RESET; all threads have ended on the way out."""
     units = shard_units(files.geometry, files.tensors)
@@ -91,16 +90,15 @@ def group_of(
         num_board_steps=2 * MAX_UNREAD_STEPS,
     )
     region, weights_fd, pool_fd = ShmRegion.create(shape), os.memfd_create("weights"), os.memfd_create("pool")
-    ranks, carriers, exchanges = [], [], []
+    ranks, carriers, owned = [], [], []
     for rank in range(num_ranks):
         carriers.append(ShmCarrier(region, rank))
         memory: RankMemory
-        if mode == "dual":
-            memory = dual_memory(files, layouts, carriers[-1], MoveBounds(CHUNK_BYTES, limits.deadline_s))
-        elif mode == "exchange":
+        if mode != "shared":
             bounds = MoveBounds(CHUNK_BYTES, limits.deadline_s)
-            memory = exchange_memory(files, layouts, carriers[-1], bounds, LayoutKind.PP, lambda: 1 << 40, 4096)
-            exchanges.append(memory)
+            spec = PrivateSpec(mode, LayoutKind.PP, bounds, lambda: 1 << 40, 4096)
+            memory = private_memory(files, layouts, carriers[-1], spec)
+            owned.append(memory)
         else:
             store = WeightStore(files, weights_fd, cut)
             store.expand(rank, num_ranks)
@@ -116,7 +114,7 @@ def group_of(
         for carrier in carriers:
             carrier.close()
         region.close()
-        for exchange in exchanges:
-            exchange.close()
+        for memory in owned:
+            memory.close()
         os.close(weights_fd)
         os.close(pool_fd)

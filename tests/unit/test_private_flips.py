@@ -16,6 +16,7 @@ from services.core.kv_reshard import BlockRuns
 from services.mesh.model_files import ModelFiles, open_model
 from services.worker.model.products import Weight
 from services.worker.participation import Worked, WorkLost
+from services.worker.private.private_memory import PrivateMode
 from tests.unit.private_group import (
     check_rows,
     fill,
@@ -67,7 +68,7 @@ def test_to_tp_and_back_every_live_row_keeps_its_bits(
     tiny: tuple[ModelFiles, TinyLlama],
     cut: tuple[int, Sequence[int] | None, Sequence[float] | None],
     live: BlockRuns,
-    mode: str,
+    mode: PrivateMode,
 ) -> None:
     num_ranks, pp_layers, tp_weights = cut
     cache = whole_cache(SHAPE.num_layers, NUM_BLOCKS, SHAPE.num_kv_heads, SHAPE.head_dim)
@@ -133,7 +134,7 @@ def counted(group: Group, answer: Worked | WorkLost) -> tuple[int, int]:
 @pytest.mark.parametrize("mode", ["dual", "exchange"])
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 def test_answers_across_flips_are_the_references(
-    tiny: tuple[ModelFiles, TinyLlama], cut: tuple[int, Sequence[int] | None, Sequence[float] | None], mode: str
+    tiny: tuple[ModelFiles, TinyLlama], cut: tuple[int, Sequence[int] | None, Sequence[float] | None], mode: PrivateMode
 ) -> None:
     files, model = tiny
     num_ranks, pp_layers, tp_weights = cut
@@ -173,7 +174,7 @@ class FaultyWire:
 @pytest.mark.parametrize("at_message", [1, 3])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_changed_byte_is_caught_and_the_layout_before_serves_on(
-    tiny: tuple[ModelFiles, TinyLlama], victim: int, at_message: int, mode: str
+    tiny: tuple[ModelFiles, TinyLlama], victim: int, at_message: int, mode: PrivateMode
 ) -> None:
     files, model = tiny
     with group_of(files, 2, mode=mode) as group:
@@ -192,7 +193,7 @@ def test_one_changed_byte_is_caught_and_the_layout_before_serves_on(
 
 
 @pytest.mark.parametrize("mode", ["dual", "exchange"])
-def test_a_rank_that_cannot_begin_holds_up_nobody(tiny: tuple[ModelFiles, TinyLlama], mode: str) -> None:
+def test_a_rank_that_cannot_begin_holds_up_nobody(tiny: tuple[ModelFiles, TinyLlama], mode: PrivateMode) -> None:
     files, model = tiny
     with group_of(files, 3, mode=mode) as group:
         group.log.reset(PP, NUM_BLOCKS, 8, 256)
@@ -210,7 +211,9 @@ def test_a_rank_that_cannot_begin_holds_up_nobody(tiny: tuple[ModelFiles, TinyLl
 
 
 @pytest.mark.parametrize("mode", ["dual", "exchange"])
-def test_a_peer_that_never_comes_ends_the_generation_by_name(tiny: tuple[ModelFiles, TinyLlama], mode: str) -> None:
+def test_a_peer_that_never_comes_ends_the_generation_by_name(
+    tiny: tuple[ModelFiles, TinyLlama], mode: PrivateMode
+) -> None:
     """Nor does an ABANDON that comes afterwards make a group of ranks that have lost each other."""
     with group_of(tiny[0], 2, limits=replace(LIMITS, deadline_s=0.5), mode=mode) as group:
         group.log.reset(PP, NUM_BLOCKS, 8, 256)
@@ -223,7 +226,9 @@ def test_a_peer_that_never_comes_ends_the_generation_by_name(tiny: tuple[ModelFi
 
 
 @pytest.mark.parametrize("mode", ["dual", "exchange"])
-def test_an_error_within_the_exchange_releases_the_partner(tiny: tuple[ModelFiles, TinyLlama], mode: str) -> None:
+def test_an_error_within_the_exchange_releases_the_partner(
+    tiny: tuple[ModelFiles, TinyLlama], mode: PrivateMode
+) -> None:
     with group_of(tiny[0], 2, mode=mode) as group:
         group.log.reset(PP, NUM_BLOCKS, 8, 256)
         carrier: Any = rows_of(group, 1)._mover._wire._carrier
@@ -239,7 +244,7 @@ def test_an_error_within_the_exchange_releases_the_partner(tiny: tuple[ModelFile
 
 
 @pytest.mark.parametrize("mode", ["dual", "exchange"])
-def test_live_blocks_beyond_the_pool_are_a_refusal(tiny: tuple[ModelFiles, TinyLlama], mode: str) -> None:
+def test_live_blocks_beyond_the_pool_are_a_refusal(tiny: tuple[ModelFiles, TinyLlama], mode: PrivateMode) -> None:
     with group_of(tiny[0], 2, mode=mode) as group:
         group.log.reset(PP, NUM_BLOCKS, 8, 256)
         flipped = flip(group, TP, runs((20, 5)))
@@ -252,7 +257,7 @@ def test_a_second_reset_begins_with_empty_pools(tiny: tuple[ModelFiles, TinyLlam
         group.log.reset(PP, NUM_BLOCKS, 8, 256)
         for pool in pools_of(group, PP):
             poison(pool)
-        rows_of(group, 0).open(2 * NUM_BLOCKS)
+        rows_of(group, 0).open(2 * NUM_BLOCKS, PP)
         pool = pools_of(group, PP)[0]
         assert pool.num_blocks == 2 * NUM_BLOCKS and not any(plane.any() for plane in pool.keys.values())
         assert torch.equal(pool.values[0], torch.zeros_like(pool.values[0]))

@@ -9,6 +9,7 @@ from services.core.ids import LayoutKind
 from services.core.kv_reshard import BlockRuns
 from services.mesh.model_files import ModelFiles, open_model
 from services.worker.participation import Worked
+from services.worker.private.private_memory import PrivateMode
 from tests.unit.private_group import check_rows, fill, flip, poison, pools_of, runs, whole_cache
 from tests.unit.rank_threads import group_of
 from tests.unit.test_private_flips import check_weights
@@ -38,7 +39,7 @@ def test_uneven_shares_keep_every_bit(
     wide: tuple[ModelFiles, TinyLlama],
     shares: tuple[tuple[int, ...], tuple[float, ...]],
     live: BlockRuns,
-    mode: str,
+    mode: PrivateMode,
 ) -> None:
     pp_layers, tp_weights = shares
     cache = whole_cache(SHAPE.num_layers, NUM_BLOCKS, SHAPE.num_kv_heads, SHAPE.head_dim)

@@ -11,13 +11,11 @@ from services.core.layout import Layout
 from services.core.step import FlipEntry
 from services.mesh.layouts import cut_within_blocks, shard_units
 from services.mesh.model_files import ModelFiles
-from services.worker.collectives import Carrier
 from services.worker.kv_cache import Pool
 from services.worker.model.stage import Weights
 from services.worker.private.owned_weights import OwnedWeights, release_mapped
 from services.worker.private.pieces import canonical_tensors, resident_pieces
-from services.worker.private.pool_pair import PoolPair
-from services.worker.private.wire import MoveBounds, Wire
+from services.worker.private.row_pools import RowPools
 from services.worker.rank_memory import FlipPlan, Moved
 
 
@@ -40,7 +38,7 @@ def owned_weights(files: ModelFiles, rank: Rank, layouts: Mapping[LayoutKind, La
 class DualMemory:
     """See RankMemory."""
 
-    def __init__(self, weights: OwnedWeights, rows: PoolPair) -> None:
+    def __init__(self, weights: OwnedWeights, rows: RowPools) -> None:
         self._weights, self._rows = weights, rows
 
     @property
@@ -54,7 +52,7 @@ class DualMemory:
 
     def open_pools(self, num_blocks: int, kind: LayoutKind) -> Mapping[LayoutKind, Pool]:
         """See RankMemory."""
-        return self._rows.open(num_blocks)
+        return self._rows.open(num_blocks, kind)
 
     def plan(self, flip: FlipEntry) -> FlipPlan:
         """See RankMemory."""
@@ -65,12 +63,9 @@ class DualMemory:
         return self._rows.move(flip)
 
     def settle(self, kind: LayoutKind) -> None:
-        """See RankMemory: both layouts are there."""
+        """See RankMemory: both layouts' weights are there."""
+        self._rows.settle(kind)
 
-
-def dual_memory(
-    files: ModelFiles, layouts: Mapping[LayoutKind, Layout], carrier: Carrier, bounds: MoveBounds
-) -> DualMemory:
-    """Loads one rank's weights; raises LayoutError like `owned_weights`."""
-    rows = PoolPair(files.geometry, layouts, Wire(carrier, bounds))
-    return DualMemory(owned_weights(files, Rank(carrier.rank), layouts), rows)
+    def close(self) -> None:
+        """Returns the pools' memory; no view of it may be touched from here on."""
+        self._rows.close()

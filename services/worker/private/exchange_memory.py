@@ -18,22 +18,21 @@ from services.core.step import FlipEntry
 from services.mesh.model_files import ModelFiles
 from services.worker.arena import Arena
 from services.worker.backing import Backing, FreeBytes
-from services.worker.collectives import Carrier
 from services.worker.host_pages import HostPages
 from services.worker.kv_cache import Pool
 from services.worker.model.stage import Weights
 from services.worker.private.arena_weights import ArenaWeights
 from services.worker.private.exchange_plan import PAGE_BYTES, ExchangePlan, exchange_plan
 from services.worker.private.page_mover import Exchanged, PageMover
-from services.worker.private.pool_pair import PoolPair
-from services.worker.private.wire import MoveBounds, Wire
+from services.worker.private.row_pools import RowPools
+from services.worker.private.wire import Wire
 from services.worker.rank_memory import DataPlaneLostError, FlipPlan, Moved, RestorableError
 
 
 class ExchangeMemory:
     """See RankMemory."""
 
-    def __init__(self, weights: ArenaWeights, plan: ExchangePlan, rows: PoolPair, pages: PageMover, wire: Wire) -> None:
+    def __init__(self, weights: ArenaWeights, plan: ExchangePlan, rows: RowPools, pages: PageMover, wire: Wire) -> None:
         self._weights, self._plan, self._rows, self._pages, self._wire = weights, plan, rows, pages, wire
 
     @property
@@ -48,7 +47,7 @@ class ExchangeMemory:
     def open_pools(self, num_blocks: int, kind: LayoutKind) -> Mapping[LayoutKind, Pool]:
         """See RankMemory."""
         self.settle(kind)
-        return self._rows.open(num_blocks)
+        return self._rows.open(num_blocks, kind)
 
     def plan(self, flip: FlipEntry) -> FlipPlan:
         """See RankMemory: of rows and pages together."""
@@ -105,8 +104,9 @@ class ExchangeMemory:
             )
 
     def close(self) -> None:
-        """Returns the arena's memory; no view of it may be touched from here on."""
+        """Returns the memory of arena and pools; no view of it may be touched from here on."""
         self._weights.close()
+        self._rows.close()
 
 
 def _sum(rows: Moved, pages: Exchanged, verify_ns: int) -> Moved:
@@ -122,8 +122,8 @@ def _sum(rows: Moved, pages: Exchanged, verify_ns: int) -> Moved:
 def exchange_memory(
     files: ModelFiles,
     layouts: Mapping[LayoutKind, Layout],
-    carrier: Carrier,
-    bounds: MoveBounds,
+    wire: Wire,
+    rows: RowPools,
     kind: LayoutKind,
     free_bytes: FreeBytes,
     page_bytes: int = PAGE_BYTES,
@@ -134,7 +134,7 @@ def exchange_memory(
         LayoutError: a layout cuts a tensor where it cannot be cut.
         MissingMemoryError: there is no memory for the arena.
     """
-    plan, wire = exchange_plan(files, layouts, page_bytes), Wire(carrier, bounds)
+    plan = exchange_plan(files, layouts, page_bytes)
     sizes = {"weights arena": plan.arenas.num_pages[wire.rank], "weights staging": plan.staging_pages}
     arena, staging = (
         Backing(name, HostPages(name, num_pages * page_bytes), free_bytes, margin_bytes=0)
@@ -143,5 +143,4 @@ def exchange_memory(
     pages = Arena(wire.rank, arena, staging, page_bytes)
     weights = ArenaWeights(files, plan, pages, wire.rank)
     weights.load_both(kind)
-    rows = PoolPair(files.geometry, layouts, wire)
     return ExchangeMemory(weights, plan, rows, PageMover(wire, pages), wire)

@@ -2,10 +2,12 @@
 
 Block ids are the scheduler's, so that a row has the same id in both layouts' pools. Order in memory, outermost first:
 layer, keys then values, block, KV head, slot, element; float32. A fresh pool reads as zero and takes memory when it is
-first touched. A share without heads or layers has no bytes.
+first touched, but where its memory is given: then whoever gives it says when it is there. A share without heads or
+layers has no bytes.
 """
 
 import torch
+from torch import Tensor
 
 from kernels.reshard import Planes
 from services.core.ids import BLOCK_SLOTS
@@ -18,11 +20,16 @@ FLOAT_BYTES = 4
 class LayoutPool:
     """`keys[layer]` and `values[layer]` by the model's layer: [num_blocks, own heads, 16, head_dim] float32."""
 
-    def __init__(self, layers: Span, kv_heads: Span, head_dim: int, num_blocks: int) -> None:
+    def __init__(
+        self, layers: Span, kv_heads: Span, head_dim: int, num_blocks: int, memory: Tensor | None = None
+    ) -> None:
+        """`memory`: uint8, as much as the planes take or more, whether it is backed or not; None: the pool's own."""
         self.layers, self.kv_heads, self.num_blocks = layers, kv_heads, num_blocks
         shape = (len(layers), 2, num_blocks, len(kv_heads), BLOCK_SLOTS, head_dim)
         self.num_bytes = torch.Size(shape).numel() * FLOAT_BYTES
-        planes = private_bytes(self.num_bytes, wants_large_pages=False).view(torch.float32).view(shape)
+        if memory is None:
+            memory = private_bytes(self.num_bytes, wants_large_pages=False)
+        planes = memory[: self.num_bytes].view(torch.float32).view(shape)
         own = range(layers.begin, layers.end)
         self.keys = {layer: planes[layer - layers.begin, 0] for layer in own}
         self.values = {layer: planes[layer - layers.begin, 1] for layer in own}

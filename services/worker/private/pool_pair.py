@@ -38,7 +38,7 @@ class _Pending:
 
 
 class PoolPair:
-    """Pools are there from `open` on."""
+    """See RowPools; pools are there from `open` on."""
 
     def __init__(self, geometry: ModelGeometry, layouts: Mapping[LayoutKind, Layout], wire: Wire) -> None:
         self._geometry, self._layouts, self._rank = geometry, layouts, wire.rank
@@ -47,8 +47,8 @@ class PoolPair:
         self._pending: _Pending | None = None
         self.pools: dict[LayoutKind, LayoutPool] = {}
 
-    def open(self, num_blocks: int) -> Mapping[LayoutKind, Pool]:
-        """Pools of equal ids; those of an earlier call are gone."""
+    def open(self, num_blocks: int, kind: LayoutKind) -> Mapping[LayoutKind, Pool]:
+        """See RowPools."""
         self.pools.clear()
         for kind, layout in self._layouts.items():
             share = layout.shares[self._rank]
@@ -56,7 +56,7 @@ class PoolPair:
         return self.pools
 
     def plan(self, flip: FlipEntry) -> FlipPlan:
-        """A rank's verdict on moving the live rows: equal hashes mean equal legs."""
+        """See RowPools: equal hashes mean equal legs."""
         self._pending = None
         num_blocks = self.pools[flip.target].num_blocks
         beyond = [run for run in flip.live_runs if run[0] + run[1] > num_blocks]
@@ -70,8 +70,15 @@ class PoolPair:
         return FlipPlan(plan.hash)
 
     def move(self, flip: FlipEntry) -> Moved:
-        """Moves the live rows; raises like RankMemory.move, a verdict of this rank alone included."""
+        """See RowPools: a verdict of this rank alone is possible."""
         if self._pending is None or self._pending.flip != flip:
             self._mover.refuse(RestorableError(f"flip {flip.flip_id} has no plan here"))
         assert self._pending is not None
         return self._mover.move(self._pending.plan, self.pools[flip.target.other], self.pools[flip.target])
+
+    def settle(self, kind: LayoutKind) -> None:
+        """See RowPools: the pool of the layout before was never written."""
+
+    def close(self) -> None:
+        """See RowPools."""
+        self.pools.clear()

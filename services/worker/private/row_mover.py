@@ -19,25 +19,14 @@ import torch
 from torch import Tensor
 
 from kernels.checksum import WORD_BYTES, join_checksums
-from kernels.reshard import Planes, Runs, pack_and_sum, scatter_and_sum
+from kernels.reshard import pack_and_sum, scatter_and_sum
 from services.core.ids import BLOCK_SLOTS, Rank
-from services.core.kv_reshard import BlockRuns, Leg, RowPlan
-from services.core.layout import Span
+from services.core.kv_reshard import Leg, RowPlan
 from services.worker.private.layout_pool import LayoutPool
-from services.worker.private.leg_chunks import leg_chunks
+from services.worker.private.row_parts import RowPart, row_parts
 from services.worker.private.tournament import Turn, partners, turns
 from services.worker.private.wire import Wire
 from services.worker.rank_memory import Moved, RestorableError
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One message's worth of rows in one pool."""
-
-    planes: Planes
-    heads: Span
-    runs: Runs
-    num_bytes: int
 
 
 @dataclass(slots=True)
@@ -106,7 +95,7 @@ class RowMover:
 
     def _prepared(
         self, plan: RowPlan, source: LayoutPool, destination: LayoutPool
-    ) -> tuple[Mapping[Rank, Sequence[_Part]], Mapping[Rank, Sequence[_Part]], Exception | None]:
+    ) -> tuple[Mapping[Rank, Sequence[RowPart]], Mapping[Rank, Sequence[RowPart]], Exception | None]:
         """Parts to send and to take, by peer; or why there are none."""
         legs = plan.of(self._rank)
         try:
@@ -116,29 +105,18 @@ class RowMover:
         except Exception as error:  # it is the group's to hear
             return {}, {}, error
 
-    def _parts(self, pool: LayoutPool, legs: Iterable[tuple[Rank, Leg]]) -> dict[Rank, list[_Part]]:
-        parts: dict[Rank, list[_Part]] = {}
-        planes: dict[Span, Planes] = {}
-        runs: dict[BlockRuns, Runs] = {}
-        for peer, leg in legs:
-            for chunk in leg_chunks(leg, self._head_block_bytes, self._wire.bounds.chunk_bytes):
-                if chunk.layers not in planes:
-                    planes[chunk.layers] = pool.planes(chunk.layers)
-                if chunk.runs not in runs:
-                    runs[chunk.runs] = Runs.of_blocks(chunk.runs)
-                part = _Part(planes[chunk.layers], pool.own_heads(chunk.heads), runs[chunk.runs], chunk.num_bytes)
-                parts.setdefault(peer, []).append(part)
-        return parts
+    def _parts(self, pool: LayoutPool, legs: Iterable[tuple[Rank, Leg]]) -> dict[Rank, list[RowPart]]:
+        return row_parts(pool, legs, self._head_block_bytes, self._wire.bounds.chunk_bytes)
 
     # The exchange.
 
-    def _move_within(self, outgoing: Sequence[_Part], incoming: Sequence[_Part], ends: _Ends) -> None:
+    def _move_within(self, outgoing: Sequence[RowPart], incoming: Sequence[RowPart], ends: _Ends) -> None:
         for source, destination in zip(outgoing, incoming, strict=True):
             staging = self._outgoing[: source.num_bytes]
             self._pack(source, staging, self._rank, ends)
             self._scatter(destination, staging, self._rank, ends)
 
-    def _meet(self, peer: Rank, outgoing: Sequence[_Part], incoming: Sequence[_Part], ends: _Ends) -> None:
+    def _meet(self, peer: Rank, outgoing: Sequence[RowPart], incoming: Sequence[RowPart], ends: _Ends) -> None:
         """All parts to and from one partner."""
         for turn, index in turns(len(outgoing), len(incoming)):
             if turn is Turn.SEND:
@@ -146,25 +124,25 @@ class RowMover:
             else:
                 self._take(peer, incoming[index], ends)
 
-    def _send(self, peer: Rank, part: _Part, ends: _Ends) -> None:
+    def _send(self, peer: Rank, part: RowPart, ends: _Ends) -> None:
         staging, number = self._outgoing[: part.num_bytes], ends.num_sent[peer]
         self._pack(part, staging, peer, ends)
         with ends.timed("read"):
             self._wire.send(staging, peer, number)
 
-    def _take(self, peer: Rank, part: _Part, ends: _Ends) -> None:
+    def _take(self, peer: Rank, part: RowPart, ends: _Ends) -> None:
         staging, number = self._incoming[: part.num_bytes], ends.num_received[peer]
         with ends.timed("write"):
             self._wire.take(staging, peer, number)
         self._scatter(part, staging, peer, ends)
 
-    def _pack(self, part: _Part, staging: Tensor, peer: Rank, ends: _Ends) -> None:
+    def _pack(self, part: RowPart, staging: Tensor, peer: Rank, ends: _Ends) -> None:
         with ends.timed("read"):
             partial = pack_and_sum(part.planes, part.heads, part.runs, staging, self._place(ends.num_sent[peer]))
         ends.sent_sum[peer] = join_checksums((ends.sent_sum[peer], partial))
         ends.num_sent[peer] += 1
 
-    def _scatter(self, part: _Part, staging: Tensor, peer: Rank, ends: _Ends) -> None:
+    def _scatter(self, part: RowPart, staging: Tensor, peer: Rank, ends: _Ends) -> None:
         with ends.timed("write"):
             first_word = self._place(ends.num_received[peer])
             partial = scatter_and_sum(part.planes, part.heads, part.runs, staging, first_word)

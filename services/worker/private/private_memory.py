@@ -1,0 +1,51 @@
+"""Makes the memory of a rank that owns what it holds, by mode: the one place that knows all of its parts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from services.core.ids import LayoutKind
+from services.core.layout import Layout
+from services.mesh.model_files import ModelFiles
+from services.worker.backing import FreeBytes
+from services.worker.collectives import Carrier
+from services.worker.private.dual_memory import DualMemory, owned_weights
+from services.worker.private.exchange_memory import ExchangeMemory, exchange_memory
+from services.worker.private.exchange_plan import PAGE_BYTES
+from services.worker.private.pool_pair import PoolPair
+from services.worker.private.wire import MoveBounds, Wire
+
+PrivateMode = Literal["dual", "exchange"]
+"""Modes in which ranks own their memory."""
+PrivateMemory = DualMemory | ExchangeMemory
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateSpec:
+    """How a rank keeps what it owns."""
+
+    mode: PrivateMode
+    kind: LayoutKind
+    """The layout that is loaded at start."""
+    bounds: MoveBounds
+    free_bytes: FreeBytes
+    page_bytes: int = PAGE_BYTES
+    """Of an arena whose pages are exchanged."""
+
+
+def private_memory(
+    files: ModelFiles, layouts: Mapping[LayoutKind, Layout], carrier: Carrier, spec: PrivateSpec
+) -> PrivateMemory:
+    """Takes the memory and loads one rank's weights.
+
+    Raises:
+        LayoutError: a layout cuts a tensor where it cannot be cut.
+        BackingError: there is no memory for the weights.
+    """
+    wire = Wire(carrier, spec.bounds)
+    rows = PoolPair(files.geometry, layouts, wire)
+    match spec.mode:
+        case "dual":
+            return DualMemory(owned_weights(files, wire.rank, layouts), rows)
+        case "exchange":
+            return exchange_memory(files, layouts, wire, rows, spec.kind, spec.free_bytes, spec.page_bytes)
