@@ -20,6 +20,8 @@ class Purpose(IntEnum):
     HIDDEN_STATES = 7
     TOKENS = 8
     FLIP = 9
+    ATTENTION_INPUT = 10
+    ATTENTION_PARTS = 11
 
 
 class Status(IntEnum):
@@ -62,6 +64,7 @@ class Operation(IntEnum):
     RECV = 6
     PUBLISH = 7
     READ = 8
+    ALL_TO_ALL = 9
 
 
 class AbortReason(IntEnum):

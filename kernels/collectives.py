@@ -105,6 +105,27 @@ class ShmCommunicator:
         if failure is not None:
             raise self._error(failure, Operation.ALL_GATHER, purpose, deadline_s)
 
+    def all_to_all(
+        self, source: Tensor, sizes: Sequence[int], out: Tensor, *, deadline_s: float, purpose: Purpose
+    ) -> None:
+        """Gives `sizes[rank]` elements of `source` to each rank; `out` takes what all have for this one."""
+        own = sizes[self.rank]
+        if source.numel() != sum(sizes) or out.numel() != self.num_ranks * own or source.dtype != out.dtype:
+            raise ValueError(
+                f"all_to_all of {list(sizes)}: {sum(sizes)} elements in and {self.num_ranks * own} out of one type "
+                f"expected, got {source.numel()} {source.dtype} and {out.numel()} {out.dtype}"
+            )
+        failure = _native.collectives_all_to_all(
+            self._handle,
+            _address(source),
+            tuple(size * source.element_size() for size in sizes),
+            _address(out),
+            int(deadline_s * NS_PER_S),
+            purpose,
+        )
+        if failure is not None:
+            raise self._error(failure, Operation.ALL_TO_ALL, purpose, deadline_s)
+
     def broadcast(self, tensor: Tensor, from_rank: int, *, deadline_s: float, purpose: Purpose) -> None:
         """Copies `tensor` of one rank over `tensor` of all."""
         failure = _native.collectives_broadcast(

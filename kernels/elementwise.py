@@ -15,6 +15,8 @@ from torch import Tensor
 import kernels._native as _native
 
 _SILU, _GELU_TANH, _ADD = range(3)
+NO_SLOT = -1
+"""Of a token whose row another rank has."""
 
 
 def _rows(x: Tensor, like: Tensor) -> int:
@@ -141,8 +143,9 @@ def rope_and_store(
 
     `positions` and `slots` are int32 `[T]`; `cos_sin` is `rope_table`'s, whose width is the rotated part of a head;
     `interleaved` pairs (2i, 2i + 1), else (i, i + half). Pools are `[B, P, 16, D]`, contiguous: token t goes to block
-    slots[t] // 16, heads from `kv_head_begin` on. Two tokens must not share a slot. Raises ValueError for shapes that
-    do not fit and for a position or slot out of range, before anything is written.
+    slots[t] // 16, heads from `kv_head_begin` on, and nowhere where its slot is `NO_SLOT`. Two tokens must not share a
+    slot. Raises ValueError for shapes that do not fit and for a position or slot out of range, before anything is
+    written.
     """
     num_tokens, num_q_heads, head_dim = q_THD.shape
     num_kv_heads = k_THD.shape[1]

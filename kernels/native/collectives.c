@@ -161,6 +161,29 @@ bool all_gather(operation *op, const unsigned char *source, uint64_t rows, const
     return true;
 }
 
+// Every rank gives bytes[rank] to each rank, one after the other in `source`; `out` takes the parts for this one, in rank order.
+bool all_to_all(operation *op, const unsigned char *source, const uint64_t *bytes, unsigned char *out) {
+    communicator *comm = op->comm;
+    uint64_t total = 0, begin = 0, own = bytes[comm->rank], max_bytes = comm->layout.stage_bytes;
+    for (uint64_t rank = 0; rank < comm->layout.num_ranks; total += bytes[rank++])
+        if (rank == comm->rank) begin = total;
+    for (uint64_t from = 0; from < total; from += max_bytes) {
+        uint64_t width = at_most(total - from, max_bytes), low = from > begin ? from : begin;
+        uint64_t high = at_most(from + width, begin + own);
+        unsigned char *stage = begin_round(op);
+        if (!stage) return false;
+        memcpy(stage, source + from, width);
+        publish_round(op, width);
+        for (uint64_t rank = 0; low < high && rank < comm->layout.num_ranks; rank++) {
+            const unsigned char *part = rank == comm->rank ? stage : await_round(op, rank, width);
+            if (!part) return false;
+            memcpy(out + rank * own + low - begin, part + low - from, high - low);
+        }
+        end_round(op);
+    }
+    return true;
+}
+
 bool broadcast(operation *op, unsigned char *bytes, uint64_t count, uint64_t root) {
     communicator *comm = op->comm;
     for (uint64_t from = 0; from < count; from += comm->layout.stage_bytes) {

@@ -13,7 +13,8 @@ enum status { OK, DATA_TIMEOUT, ACK_TIMEOUT, ABORTED, AHEAD, MISMATCH, OVERWRITT
 // What an operation waited for, or which agreement failed.
 enum wait { WAIT_NONE, WAIT_DATA, WAIT_ACKNOWLEDGEMENT, WAIT_MESSAGE, WAIT_CREDIT, WAIT_BOARD,
             AGREE_OPERATION, AGREE_PURPOSE, AGREE_BYTES, AGREE_TAG, AGREE_ORDINAL };
-enum operation_code { NO_OPERATION, ALL_REDUCE, ALL_GATHER, BROADCAST, BARRIER, SEND, RECV, PUBLISH, READ };
+enum operation_code { NO_OPERATION, ALL_REDUCE, ALL_GATHER, BROADCAST, BARRIER, SEND, RECV, PUBLISH, READ,
+                      ALL_TO_ALL };
 
 typedef struct {
     uint64_t magic, num_ranks, stage_bytes, num_slots, slot_bytes, num_board_steps, max_rows;
@@ -134,6 +135,7 @@ void abort_region(unsigned char *base, uint64_t num_ranks, uint64_t reason);
 // The operations; false with op->failure filled. Sizes are checked by the caller.
 bool all_reduce(operation *op, float *x, uint64_t count);
 bool all_gather(operation *op, const unsigned char *source, uint64_t rows, const uint64_t *row_bytes, unsigned char *out);
+bool all_to_all(operation *op, const unsigned char *source, const uint64_t *bytes, unsigned char *out);
 bool broadcast(operation *op, unsigned char *bytes, uint64_t count, uint64_t root);
 bool barrier(operation *op);
 bool send_message(operation *op, const unsigned char *bytes, uint64_t count, uint64_t to, uint64_t tag);

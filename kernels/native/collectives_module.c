@@ -176,6 +176,20 @@ static PyObject *py_all_gather(PyObject *self, PyObject *args) {
         all_gather(&op, (const unsigned char *)(uintptr_t)source, rows, row_bytes, (unsigned char *)(uintptr_t)out));
 }
 
+static PyObject *py_all_to_all(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule, *sizes;
+    word source, out, timeout_ns;
+    unsigned purpose;
+    uint64_t bytes[MAX_RANKS];
+    if (!PyArg_ParseTuple(args, "OKOKKI", &capsule, &source, &sizes, &out, &timeout_ns, &purpose)) return NULL;
+    communicator *comm = communicator_of(capsule);
+    if (!comm || !parse_row_bytes(sizes, comm->layout.num_ranks, bytes)) return NULL;
+    if (!take(&comm->collective_busy, "the collectives")) return NULL;
+    RUN(ALL_TO_ALL, &comm->collective_busy,
+        all_to_all(&op, (const unsigned char *)(uintptr_t)source, bytes, (unsigned char *)(uintptr_t)out));
+}
+
 static PyObject *py_broadcast(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *capsule;
@@ -263,6 +277,7 @@ static PyMethodDef methods[] = {
     {"collectives_abort", py_abort, METH_VARARGS, "(address, reason): releases every wait in the region"},
     {"collectives_all_reduce", py_all_reduce, METH_VARARGS, "(communicator, floats, count, timeout_ns, purpose)"},
     {"collectives_all_gather", py_all_gather, METH_VARARGS, "(communicator, source, rows, row_bytes, out or 0, timeout_ns, purpose)"},
+    {"collectives_all_to_all", py_all_to_all, METH_VARARGS, "(communicator, source, bytes by rank, out, timeout_ns, purpose)"},
     {"collectives_broadcast", py_broadcast, METH_VARARGS, "(communicator, bytes, count, root, timeout_ns, purpose)"},
     {"collectives_barrier", py_barrier, METH_VARARGS, "(communicator, timeout_ns, purpose)"},
     {"collectives_send", py_send, METH_VARARGS, "(communicator, bytes, count, peer, tag, timeout_ns, purpose)"},

@@ -43,7 +43,7 @@ static void check_rope(const Rope *r, Refusal *refusal) {
         if (r->positions[t] < 0 || r->positions[t] >= r->max_positions)
             REFUSE(refusal, "token %ld of the batch: position %d outside the rotary table's %ld", t, r->positions[t],
                    r->max_positions);
-        else if (r->slots[t] < 0 || r->slots[t] >= num_slots)
+        else if (r->slots[t] < NO_SLOT || r->slots[t] >= num_slots)
             REFUSE(refusal, "token %ld of the batch: slot %d outside the pool's %ld", t, r->slots[t], num_slots);
 }
 

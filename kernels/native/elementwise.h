@@ -22,6 +22,9 @@ typedef struct {
     Gate gate;
 } Pairwise;
 
+// The slot of a token whose row another rank has.
+enum { NO_SLOT = -1 };
+
 // Rotates heads of q and k in place and writes k and v rows into the pool.
 typedef struct {
     float *q, *k;

@@ -118,6 +118,7 @@ void PATH(rope_rows)(const Rope *r) {
         const float *cosine = r->cos_sin + (int64_t)r->positions[t] * r->rotary_dim;
         rotate_heads(r, r->q + t * r->q_stride, r->num_q_heads, cosine);
         rotate_heads(r, r->k + t * r->k_stride, r->num_kv_heads, cosine);
+        if (r->slots[t] == NO_SLOT) continue;
         store_heads(r, r->k + t * r->k_stride, r->k_pool, r->slots[t]);
         store_heads(r, r->v + t * r->v_stride, r->v_pool, r->slots[t]);
     }

@@ -64,6 +64,15 @@ class Carrier(Protocol):
         `to_rank` None means all ranks; a rank that takes nothing returns None. Widths may be uneven and zero.
         """
 
+    def all_to_all(
+        self, source: Tensor, sizes: Sequence[int], out: Tensor, *, deadline_s: float, purpose: Purpose
+    ) -> None:
+        """Gives every rank its part of `source`, which has `sizes[rank]` elements for each, the same sizes everywhere.
+
+        `out`, of as many elements as ranks times the own size, takes what all have for this rank, in rank order. Sizes
+        may be uneven and zero.
+        """
+
     def broadcast(self, tensor: Tensor, from_rank: int, *, deadline_s: float, purpose: Purpose) -> None:
         """Copies one rank's `tensor` over that of all."""
 
@@ -104,6 +113,7 @@ class ShmCarrier:
         self.num_ranks = region.num_ranks
         # The same signatures: no frame stands between the runner and these.
         self.all_reduce = communicator.all_reduce_sum
+        self.all_to_all = communicator.all_to_all
         self.broadcast = communicator.broadcast
         self.barrier = communicator.barrier
         self.send = communicator.send

@@ -35,7 +35,7 @@ from kernels.collectives import AbortReason, CollectiveError, Operation, Purpose
 from services.worker.collectives import DEFAULT_DEADLINE_S, CarrierCounters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -43,6 +43,7 @@ HEADER_TAG: Final = 1
 PAYLOAD_TAG: Final = 2
 TOKENS_TAG: Final = 3
 COLUMNS_TAG: Final = 4
+PARTS_TAG: Final = 5
 # A watcher blocks this long at a time; a day keeps it asleep and gloo's millisecond counts in range.
 WATCH_S: Final = 86_400
 # The lane reports its own timeout first: this much later the caller gives it up.
@@ -179,24 +180,20 @@ class GlooCarrier:
             for rank, width in enumerate(widths)
         ]
         call = self._call(Operation.ALL_GATHER, purpose, self.rank, deadline_s)
-
-        def exchange() -> None:
-            works = [
-                self._group.send([part_own], peer, COLUMNS_TAG)
-                for peer in takers
-                if peer != self.rank and part_own.numel()
-            ]
-            if self.rank in takers:
-                works += [
-                    self._group.recv([part], peer, COLUMNS_TAG)
-                    for peer, part in enumerate(parts)
-                    if peer != self.rank and part.numel()
-                ]
-            for work in works:
-                work.wait(call.left())
-
-        self._run(call, exchange)
+        given = dict.fromkeys(takers, part_own)
+        taken = dict(enumerate(parts)) if self.rank in takers else {}
+        self._run(call, lambda: self._swap(call, COLUMNS_TAG, given, taken))
         return torch.cat(parts, dim=1) if self.rank in takers else None
+
+    def all_to_all(
+        self, source: Tensor, sizes: Sequence[int], out: Tensor, *, deadline_s: float, purpose: Purpose
+    ) -> None:
+        """See Carrier: pair by pair; what is empty is not sent."""
+        given = torch.split(source.view(-1), list(sizes))
+        taken = out.view(self.num_ranks, sizes[self.rank])
+        call = self._call(Operation.ALL_TO_ALL, purpose, self.rank, deadline_s)
+        self._run(call, lambda: self._swap(call, PARTS_TAG, dict(enumerate(given)), dict(enumerate(taken))))
+        taken[self.rank].copy_(given[self.rank])
 
     def broadcast(self, tensor: Tensor, from_rank: int, *, deadline_s: float, purpose: Purpose) -> None:
         """See Carrier."""
@@ -322,6 +319,17 @@ class GlooCarrier:
     def _let_go(self, reason: AbortReason) -> None:
         with contextlib.suppress(Exception):
             self._aborted.set_result(reason)
+
+    def _swap(self, call: _Call, tag: int, given: Mapping[int, Tensor], taken: Mapping[int, Tensor]) -> None:
+        """On the lane: one message to each peer given something, one from each that something is taken from."""
+        works = [
+            post([tensor], peer, tag)
+            for post, tensors in ((self._group.send, given), (self._group.recv, taken))
+            for peer, tensor in tensors.items()
+            if peer != self.rank and tensor.numel()
+        ]
+        for work in works:
+            work.wait(call.left())
 
     def _receive_tokens(self, message: Tensor, call: _Call) -> None:
         self._group.recv([message], self._sampling_rank, TOKENS_TAG).wait(call.left())

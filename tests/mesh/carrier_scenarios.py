@@ -58,6 +58,15 @@ def gather_once(carrier: Carrier, ordinal: int, rows: int, widths: list[int], to
     expect(got, wanted, f"columns {ordinal}")
 
 
+def give_once(carrier: Carrier, ordinal: int, sizes: list[int]) -> None:
+    parts = [pattern(carrier.rank, ordinal + 31 * peer, size) for peer, size in enumerate(sizes)]
+    own = sizes[carrier.rank]
+    out = torch.full((carrier.num_ranks, own), torch.nan)
+    carrier.all_to_all(torch.cat(parts), sizes, out, deadline_s=WITHIN, purpose=Purpose.ATTENTION_PARTS)
+    wanted = [pattern(peer, ordinal + 31 * carrier.rank, own) for peer in range(carrier.num_ranks)]
+    expect(out, torch.stack(wanted), f"parts {ordinal} of {sizes}")
+
+
 def broadcast_once(carrier: Carrier, ordinal: int, size: int, from_rank: int) -> None:
     x = pattern(carrier.rank, ordinal, size)
     carrier.broadcast(x, from_rank, deadline_s=WITHIN, purpose=Purpose.BOOT)
@@ -93,6 +102,16 @@ def columns(carrier: Carrier, seed: int) -> Result:
     return {}
 
 
+def parts(carrier: Carrier, seed: int) -> Result:
+    """Uneven parts, none for some rank, and more than a stage holds."""
+    rng = random.Random(seed * 100 + carrier.rank)
+    sizes = ([1, 2, 3], [0, 700, 0], [5, 0, 0], [70_000, 3, 100_000], [0, 0, 0])
+    for ordinal in range(25):
+        busy(rng)
+        give_once(carrier, ordinal, sizes[ordinal % len(sizes)][: carrier.num_ranks])
+    return {}
+
+
 def mixed(carrier: Carrier, seed: int) -> Result:
     """One seed draws the same program for all ranks; each rank draws its own delays."""
     program, delays = random.Random(seed), random.Random(seed * 100 + carrier.rank)
@@ -101,7 +120,7 @@ def mixed(carrier: Carrier, seed: int) -> Result:
         if program.random() < 0.3:
             busy(delays)
         size = program.choice((1, 64, 576, 4_000, 70_000))
-        match program.randrange(6):
+        match program.randrange(7):
             case 0:
                 reduce_once(carrier, ordinal, size)
             case 1:
@@ -113,6 +132,8 @@ def mixed(carrier: Carrier, seed: int) -> Result:
             case 3:
                 pass_once(carrier, ordinal, size)
             case 4:
+                give_once(carrier, ordinal, [program.choice((0, 1, 64, 9_000)) for _ in range(carrier.num_ranks)])
+            case 5:
                 carrier.barrier(deadline_s=WITHIN, purpose=Purpose.TEST)
             case _:
                 ids = torch.arange(ordinal, ordinal + ordinal % 16, dtype=torch.int32)
@@ -280,6 +301,7 @@ SCENARIOS: dict[str, Callable[[Carrier, int], Result]] = {
     for scenario in (
         sums,
         columns,
+        parts,
         mixed,
         channel_depth,
         wrong_tag,

@@ -101,7 +101,7 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("carrier", CARRIERS)
-@pytest.mark.parametrize("scenario", ["sums", "columns", "mixed", "channel_depth", "tokens"])
+@pytest.mark.parametrize("scenario", ["sums", "columns", "parts", "mixed", "channel_depth", "tokens"])
 def test_results_are_exact_under_random_delays(pool: RankPool, carrier: str, num_ranks: int, scenario: str) -> None:
     for answer in pool.run(carrier, num_ranks, scenario):
         assert answer is not None, "a rank died: its traceback is above"

@@ -328,6 +328,8 @@ def test_tensors_that_do_not_fit_are_refused(group: Group) -> None:
         rank.all_reduce_sum(torch.ones(4, 4).t(), deadline_s=SHORT, purpose=Purpose.TEST)
     with pytest.raises(ValueError, match="16 bytes in and 32 out expected, got 8"):
         rank.all_gather(torch.ones(1, 2), (16, 16), None, deadline_s=SHORT, purpose=Purpose.TEST)
+    with pytest.raises(ValueError, match=r"of \[1, 1\]: 2 elements in and 2 out of one type expected, got 2 .* and 3"):
+        rank.all_to_all(torch.ones(2), (1, 1), torch.ones(3), deadline_s=SHORT, purpose=Purpose.TEST)
     with pytest.raises(ValueError, match="9 ids for a board of 8 rows"):
         rank.publish(0, torch.zeros(9, dtype=torch.int32))
     with pytest.raises(ValueError, match="int32"):

@@ -124,8 +124,23 @@ def test_rope_and_store(generator: torch.Generator, head_dim: int, rotary_dim: i
         assert pool.isnan().sum() == pool.numel() - num_tokens * num_kv_heads * head_dim
 
 
+def test_rope_turns_and_does_not_store_rows_of_other_ranks(generator: torch.Generator) -> None:
+    q, k, v = (torch.randn(4, heads, 8, generator=generator) for heads in (2, 1, 1))
+    table, positions = elementwise.rope_table(8, 10000.0, 50), torch.tensor([3, 9, 4, 1], dtype=torch.int32)
+    slots = torch.tensor([5, elementwise.NO_SLOT, 70, elementwise.NO_SLOT], dtype=torch.int32)
+    pools = [_poisoned(5, 1, 16, 8) for _ in range(2)]
+    wanted = [elementwise.rope_reference(x, positions, table, interleaved=False) for x in (q, k)]
+    elementwise.rope_and_store(q, k, v, positions, slots, table, *pools, kv_head_begin=0, interleaved=False)
+    for got, want in zip((q, k), wanted, strict=True):
+        assert (got.double() - want).abs().max() < 1e-6 * want.abs().max()
+    for rows, pool in zip((k, v), pools, strict=True):
+        assert torch.equal(pool[0, :, 5], rows[0]) and torch.equal(pool[4, :, 6], rows[2])
+        assert pool.isnan().sum() == pool.numel() - 2 * 8
+
+
 @pytest.mark.parametrize(
-    ("position", "slot", "said"), [(50, 0, "position 50"), (-1, 0, "position -1"), (0, 80, "slot 80")]
+    ("position", "slot", "said"),
+    [(50, 0, "position 50"), (-1, 0, "position -1"), (0, 80, "slot 80"), (0, -2, "slot -2")],
 )
 def test_rope_refuses_what_lies_outside_before_writing(position: int, slot: int, said: str) -> None:
     q, k, v = (torch.ones(2, heads, 8) for heads in (2, 1, 1))
