@@ -14,17 +14,17 @@ from flipmesh.mover.v1.mover_service_pb2_grpc import MoverServiceServicer
 from flipmesh.worker.v1 import worker_service_pb2
 from opentelemetry.trace import Tracer
 
-from services.core.flip import FlipDeadlines, FlipOutcome, RankLost
+from services.core.flip import FlipDeadlines, FlipOutcome
 from services.core.ids import FlipId, Generation, Rank
 from services.mesh.codec.flip import event_from_proto, outcome_to_proto
 from services.mesh.flip_record import layout_name, state_name
 from services.mesh.log import Log
 from services.mesh.metrics import Metrics
 from services.mesh.rpc import Peers
-from services.mover.attempts import Attempt, Group, decide_again
-from services.mover.early import EarlyEvents
+from services.mover.attempts import Attempt
+from services.mover.coordination import Coordination, OpenAttempt
 from services.mover.history import History, settle
-from services.mover.journal import FlipKey, Journal
+from services.mover.journal import Concluded, FlipKey, Journal
 from services.mover.links import RankLinks
 from services.mover.trace import emit
 
@@ -45,13 +45,12 @@ class Mover(MoverServiceServicer):
         metrics: Metrics,
     ) -> None:
         self.links = RankLinks(num_ranks, peers, log, self._on_message, self._on_lost)
-        self._group = Group(num_ranks, deadlines, self.links.send)
-        self._journal = journal
+        self._num_ranks = num_ranks
+        self._coordination = Coordination(num_ranks, deadlines, journal)
         self._log = log
         self._tracer = tracer
         self._history = History()
         self._attempt: Attempt | None = None
-        self._early = EarlyEvents()
         self._counts = dict.fromkeys(FlipOutcome, 0)
         self._last_abandon_reason = ""
         self._flips = metrics.counter(
@@ -69,31 +68,32 @@ class Mover(MoverServiceServicer):
     ) -> AsyncIterator[pb.RunFlipResponse]:
         """One attempt to its outcome; asked again after a broken stream, it goes on or says what was decided."""
         key: FlipKey = (Generation(request.fence.generation), FlipId(request.flip_id))
-        if self._attempt is not None:
+        if (opened := self._coordination.attempt) is not None:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"flip {self._attempt.key[1]} is open, asked for flip {key[1]}: one attempt runs at a time",
+                f"flip {opened.key[1]} is open, asked for flip {key[1]}: one attempt runs at a time",
             )
-        decided = decide_again(self._journal, key)
-        record = self._history.get(key) or self._history.open(key, request, self._group.num_ranks, time.time_ns())
-        if decided is not None:
+        answer = self._coordination.ask(key, time.monotonic_ns())
+        record = self._history.get(key) or self._history.open(key, request, self._num_ranks, time.time_ns())
+        if isinstance(answer, Concluded):
             if not record.HasField("concluded_unix_ns"):
-                settle(record, decided.outcome, decided.reason)
+                settle(record, answer.outcome, answer.reason)
                 self._count(record)
             yield pb.RunFlipResponse(flip_id=key[1], state=record.state, reason=record.reason)
             return
-        attempt = self._attempt = Attempt(request, record, self._group, self._journal)
+        opened, early = answer
+        attempt = self._attempt = Attempt(request, record, opened, self.links.send)
         self._log.info("flip-armed", flip=key[1], target=layout_name(request.target), entry=request.entry_sequence)
-        for event in self._early.take(key):
+        for event in early:
             await attempt.hear(event)
         try:
             async for response in attempt.run():
                 if attempt.has_ended:
                     # Before it is said: the scheduler may ask for the next flip at once.
-                    self._close(attempt, record)
+                    self._close(opened, record)
                 yield response
         finally:
-            self._close(attempt, record)
+            self._close(opened, record)
 
     async def ReportCarry(  # noqa: N802 (the proto's name)
         self,
@@ -128,20 +128,21 @@ class Mover(MoverServiceServicer):
         event = event_from_proto(message)
         if event is None:
             return
-        if self._attempt is None or self._attempt.key != key:
+        if not self._coordination.is_heard(key, event):
             self._strays.inc()
-            self._early.keep(key, event)
             return
+        assert self._attempt is not None
         await self._attempt.hear(event)
 
     async def _on_lost(self, rank: Rank, reason: str) -> None:
-        self._early.forget(rank)
-        if self._attempt is not None:
-            await self._attempt.hear(RankLost(rank, reason))
+        lost = self._coordination.lose(rank, reason)
+        if lost is not None:
+            assert self._attempt is not None
+            await self._attempt.hear(lost)
 
-    def _close(self, attempt: Attempt, record: pb.FlipRecord) -> None:
+    def _close(self, opened: OpenAttempt, record: pb.FlipRecord) -> None:
         """The attempt is over or its scheduler has left; once."""
-        if self._attempt is attempt:
+        if self._coordination.close(opened):
             self._attempt = None
             self._count(record)
 

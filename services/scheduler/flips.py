@@ -1,8 +1,8 @@
 """Flips of one generation, as the scheduler sees them: one attempt at a time, from the FLIP entry to COMMIT or ABANDON.
 
 The mover decides the outcome; this writes it into the log. It asks a lost mover again, because the outcome is in the
-mover's journal. Where no mover answers in time it abandons if ranks do not meet in a flip's work (`shared`); where they
-do, some may be inside an exchange that others never enter, and the generation ends. Never touches a request.
+mover's journal, and gives it up after a while. What follows from what is `FlipAttempts`'s to say. Never touches a
+request.
 """
 
 import asyncio
@@ -20,12 +20,14 @@ from flipmesh.mover.v1.mover_service_pb2_grpc import MoverServiceStub
 from services.core.blocks import PoolCensus
 from services.core.flip import FlipOutcome
 from services.core.ids import BlockId, FlipId, LayoutKind, Sequence
+from services.core.step import AbandonEntry, CommitEntry
 from services.mesh.codec.common import layout_to_proto
 from services.mesh.codec.flip import outcome_to_proto
 from services.mesh.errors import MeshError
 from services.mesh.log import Log
 from services.mesh.rpc import Peers, unary
 from services.mesh.settings import DeadlineSettings
+from services.scheduler.flip_attempts import FlipAttempts
 from services.scheduler.meters import Meters
 from services.scheduler.mover_question import MOVER_ABSENT_S, MoverQuestion
 from services.scheduler.token_gaps import FlipGaps
@@ -74,8 +76,9 @@ class LayoutSpan:
 class FlippableLog(Protocol):
     """What a flip needs of the generation's log."""
 
-    kind: LayoutKind
-    """The layout now."""
+    @property
+    def kind(self) -> LayoutKind:
+        """The layout now."""
 
     @property
     def fence_message(self) -> layout_pb2.Fence:
@@ -87,11 +90,12 @@ class FlippableLog(Protocol):
     async def parked(self) -> None:
         """Waits until every step before FLIP is acknowledged."""
 
-    def commit(self, flip_id: FlipId, target: LayoutKind) -> FlipGaps:
-        """Writes COMMIT and goes on under the next epoch; only after `parked`."""
+    @property
+    def is_parked(self) -> bool:
+        """Whether they are."""
 
-    def abandon(self, flip_id: FlipId, reason: str) -> FlipGaps:
-        """Writes ABANDON and goes on as before."""
+    def conclude(self, entry: CommitEntry | AbandonEntry) -> FlipGaps:
+        """Writes a flip's outcome and goes on; COMMIT only after `parked`."""
 
     async def carried_on(self, gaps: FlipGaps, within_s: float) -> int | None:
         """Waits until every request that was decoding has gone on; the longest gap, None where none was decoding."""
@@ -108,10 +112,6 @@ class _Asked:
     answer: "asyncio.Future[FlipResult]"
 
 
-class FlipBrokenError(Exception):
-    """What was active is not whole on every rank: the generation must end."""
-
-
 @dataclass(slots=True)
 class Flips:
     """The attempts of one generation."""
@@ -122,27 +122,18 @@ class Flips:
     log: Log
     meters: Meters
     on_change: Callable[[], None]
-    ranks_meet: bool = False
-    """Whether ranks wait for each other in a flip's work."""
+    attempts: FlipAttempts = field(default_factory=FlipAttempts)
     timeline: list[LayoutSpan] = field(default_factory=list)
-    abandoned_in_a_row: int = 0
-    last_abandon_reason: str = ""
     num_unsound_censuses: int = 0
     began_ns: int = field(default_factory=time.monotonic_ns)
     """Of the layout now: the last commit, or the generation's start."""
     attempted_ns: int = field(default_factory=time.monotonic_ns)
     """End of the last attempt, or the generation's start."""
-    _pending: FlipId | None = None
-    _last_id: int = 0
     _tasks: TaskGroup | None = None
     _asked: "asyncio.Queue[_Asked]" = field(default_factory=lambda: asyncio.Queue(MAX_ASKED))
 
     def __post_init__(self) -> None:
         self.timeline.append(LayoutSpan(self.run.kind, time.time_ns(), "start of the generation"))
-
-    @property
-    def _without_mover(self) -> FlipOutcome:
-        return FlipOutcome.BROKEN if self.ranks_meet else FlipOutcome.ABANDONED
 
     async def serve(self) -> None:
         """Makes the attempts that are asked for by hand, until the generation ends.
@@ -168,8 +159,8 @@ class Flips:
 
     async def ask(self, target: LayoutKind) -> FlipResult:
         """A flip by hand, from whatever task; refused while another one is under way."""
-        if self._pending is not None:
-            return self._busy()
+        if self.attempts.pending is not None:
+            return FlipResult(None, None, self.attempts.busy)
         asked = _Asked(target, asyncio.get_running_loop().create_future())
         try:
             self._asked.put_nowait(asked)
@@ -179,11 +170,12 @@ class Flips:
 
     def fill_status(self, status: introspection_pb2.SchedulerStatus) -> None:
         """The flips' part of a status."""
-        if self._pending is not None:
-            status.pending_flip_id = self._pending
+        attempts = self.attempts
+        if attempts.pending is not None:
+            status.pending_flip_id = attempts.pending
         status.num_unsound_censuses = self.num_unsound_censuses
-        status.num_abandoned_in_a_row = self.abandoned_in_a_row
-        status.last_abandon_reason = self.last_abandon_reason
+        status.num_abandoned_in_a_row = attempts.abandoned_in_a_row
+        status.last_abandon_reason = attempts.last_abandon_reason
         for span in self.timeline:
             status.timeline.add(layout=layout_to_proto(span.kind), began_unix_ns=span.began_unix_ns, reason=span.reason)
 
@@ -192,25 +184,19 @@ class Flips:
         while not self._asked.empty():
             self._asked.get_nowait().answer.cancel(reason)
 
-    def _busy(self) -> FlipResult:
-        return FlipResult(None, None, f"flip {self._pending} is under way: one at a time")
-
     async def attempt(self, target: LayoutKind, cause: str) -> FlipResult:
         """One flip to `target`.
 
         Raises:
             FlipBrokenError: the generation must end.
         """
-        if self._pending is not None:
-            return self._busy()
-        if target is self.run.kind:
-            return FlipResult(None, None, f"the layout is {target.value.upper()} already")
-        self._last_id += 1
-        flip_id = self._pending = FlipId(self._last_id)
+        if (refusal := self.attempts.refusal(target, self.run.kind)) is not None:
+            return FlipResult(None, None, refusal)
+        flip_id = self.attempts.begin(target)
         try:
             return await self._attempt(flip_id, target, cause)
         finally:
-            self._pending = None
+            self.attempts.end()
             self.attempted_ns = time.monotonic_ns()
             self.on_change()
 
@@ -228,38 +214,32 @@ class Flips:
             live_run_length=[length for _, length in carry.live_runs],
         )
         outcome, reason = await self._outcome(request)
-        gaps = await self._write(flip_id, target, outcome, reason, cause)
+        gaps = await self._write(outcome, reason, cause)
         self.log.info("flip-ended", flip=flip_id, outcome=outcome.value, reason=reason)
         self._take_census(flip_id)
         assert self._tasks is not None, "attempts are made while serve() runs"
         self._tasks.start_soon(self._report, fence, flip_id, outcome, carry, gaps)
         return FlipResult(outcome, flip_id, reason)
 
-    async def _write(
-        self, flip_id: FlipId, target: LayoutKind, outcome: FlipOutcome, reason: str, cause: str
-    ) -> FlipGaps:
-        match outcome:
-            case FlipOutcome.COMMITTED:
-                await self.run.parked()
-                gaps = self.run.commit(flip_id, target)
-                self.abandoned_in_a_row = 0
-                self.began_ns = time.monotonic_ns()
-                self.timeline.append(LayoutSpan(target, time.time_ns(), cause))
-                del self.timeline[:-MAX_TIMELINE]
-            case FlipOutcome.ABANDONED | FlipOutcome.RESTORED:
-                gaps = self.run.abandon(flip_id, reason)
-                self.abandoned_in_a_row += 1
-                self.last_abandon_reason = reason
-                if self.abandoned_in_a_row >= MANY_ABANDONED:
-                    self.log.error("flips-do-not-commit", in_a_row=self.abandoned_in_a_row, reason=reason)
-            case FlipOutcome.BROKEN:
-                raise FlipBrokenError(f"flip {flip_id}: {reason}")
+    async def _write(self, outcome: FlipOutcome, reason: str, cause: str) -> FlipGaps:
+        entry = self.attempts.entry_for(outcome, reason, is_parked=self.run.is_parked)
+        if entry is None:
+            await self.run.parked()
+            entry = self.attempts.entry_for(outcome, reason, is_parked=self.run.is_parked)
+        assert entry is not None, "every step before FLIP is acknowledged"
+        gaps = self.run.conclude(entry)
+        if isinstance(entry, CommitEntry):
+            self.began_ns = time.monotonic_ns()
+            self.timeline.append(LayoutSpan(entry.layout, time.time_ns(), cause))
+            del self.timeline[:-MAX_TIMELINE]
+        elif (in_a_row := self.attempts.abandoned_in_a_row) >= MANY_ABANDONED:
+            self.log.error("flips-do-not-commit", in_a_row=in_a_row, reason=reason)
         return gaps
 
     def _take_census(self, flip_id: FlipId) -> None:
         """After the outcome is written, so that it lengthens no pause; an imbalance is said, and serving goes on."""
         census = self.run.census()
-        self.meters.on_flip(self.abandoned_in_a_row, is_sound=census.is_sound)
+        self.meters.on_flip(self.attempts.abandoned_in_a_row, is_sound=census.is_sound)
         if not census.is_sound:
             self.num_unsound_censuses += 1
             self.log.error("census-unsound", flip=flip_id, census=census)
@@ -273,12 +253,12 @@ class Flips:
                 return outcome, reason
             self.log.warning("mover-silent", flip=request.flip_id, left_s=mover.left_s, reason=reason)
             if mover.left_s == 0:
-                return self._without_mover, f"no mover for {MOVER_ABSENT_S:g} s: {reason}"
+                return self.attempts.without_mover, f"no mover for {MOVER_ABSENT_S:g} s: {reason}"
             await anyio.sleep(ASK_AGAIN_S)
             try:
                 await self.peers.reach("mover", timeout_s=max(mover.left_s, ASK_AGAIN_S))
             except MeshError as error:
-                return self._without_mover, f"no mover for {MOVER_ABSENT_S:g} s: {error}"
+                return self.attempts.without_mover, f"no mover for {MOVER_ABSENT_S:g} s: {error}"
 
     async def _report(
         self, fence: layout_pb2.Fence, flip_id: FlipId, outcome: FlipOutcome, carry: Carry, gaps: FlipGaps

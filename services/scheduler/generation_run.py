@@ -1,6 +1,6 @@
 """One generation at work: writes the log to every rank, hears their answers, commits, and issues the next steps.
 
-Every entry is serialised once and the same bytes go to each rank. It decides nothing: the batcher does; nor does it
+Every entry is serialised once and the same bytes go to each rank. It decides nothing: `GenerationLog` does; nor does it
 survive anything: whatever a rank does wrong, or does not do in time, ends it as `GenerationLostError`. Event
 driven: with nothing to compute nothing runs.
 """
@@ -17,18 +17,18 @@ from flipmesh.worker.v1 import worker_service_pb2 as pb
 
 from services.core.blocks import PoolCensus
 from services.core.ids import Epoch, FlipId, Generation, LayoutKind, RequestId, Sequence
-from services.core.log_follower import FIRST_EPOCH
 from services.core.request import RequestEvent, Submission
-from services.core.step import AbandonEntry, CommitEntry, Entry, FlipEntry, LogEntry, ResetEntry, StepPlan
+from services.core.step import AbandonEntry, CommitEntry, LogEntry
 from services.mesh.codec.common import CodecError
 from services.mesh.codec.worker import entry_to_proto, report_from_proto
-from services.mesh.fence import EpochFence
 from services.mesh.settings import DeadlineSettings
 from services.scheduler.batcher import Batcher, ResultError
-from services.scheduler.flips import Carry, FlipBrokenError
+from services.scheduler.flip_attempts import FlipBrokenError
+from services.scheduler.flips import Carry
+from services.scheduler.generation_log import GenerationLog
 from services.scheduler.rank_stream import RankLostError, RankStream
 from services.scheduler.sizing import GroupSize
-from services.scheduler.step_ledger import LogBrokenError, StepLedger, StepRecord
+from services.scheduler.step_ledger import LogBrokenError, StepRecord
 from services.scheduler.token_gaps import FlipGaps, TokenGaps
 
 NS_PER_S = 1_000_000_000
@@ -60,20 +60,17 @@ class GenerationRun:
         deliver: Deliver,
         on_finished: Callable[[StepRecord], None],
     ) -> None:
-        layout = size.layouts[kind]
-        self._layouts = size.layouts
         self.gaps = TokenGaps()
         self.background: Items[Callable[[], Coroutine[Any, Any, None]]] = ()
         """What runs beside the log once it is open, and ends with it."""
-        self.batcher = Batcher(size.limits, layout)
-        self.ledger = StepLedger(layout.num_ranks, layout.sampling_rank)
-        self.fence = EpochFence(generation, FIRST_EPOCH)
-        self.kind = kind
+        self.batcher = Batcher(size.limits, size.layouts[kind])
+        self._log = GenerationLog(generation, self.batcher, size.layouts, kind)
+        self._log.write = self._write
+        self.ledger = self._log.ledger
         self._streams, self._deadlines = streams, deadlines
         self._deliver_to_routers, self._on_finished = deliver, on_finished
         self.on_change: Callable[[], None] = _nobody
         """Hears that requests, blocks or the layout may have changed."""
-        self._sequence = Sequence(0)
         self._has_steps = asyncio.Event()
         self._parked, self._went_on = asyncio.Event(), asyncio.Event()
         self._is_open = False
@@ -82,12 +79,17 @@ class GenerationRun:
     @property
     def generation(self) -> Generation:
         """This run's number."""
-        return self.fence.generation
+        return self._log.fence.generation
 
     @property
     def epoch(self) -> Epoch:
         """The layout's version now."""
-        return self.fence.epoch
+        return self._log.fence.epoch
+
+    @property
+    def kind(self) -> LayoutKind:
+        """The layout now."""
+        return self._log.kind
 
     @property
     def fence_message(self) -> layout_pb2.Fence:
@@ -141,30 +143,27 @@ class GenerationRun:
 
     def arm(self, flip_id: FlipId, target: LayoutKind) -> tuple[Sequence, Carry]:
         """Freezes the batch and writes FLIP; returns its place in the log and what is carried."""
-        self.batcher.freeze()
         self._parked = asyncio.Event()
-        self._note_parked()
-        runs = self.batcher.live_runs()
         num_partly = self.batcher.num_partly_prefilled
-        carry = Carry(self.batcher.load().resident_requests, num_partly, runs)
-        self._append(FlipEntry(flip_id, target, runs))
-        return self._sequence, carry
+        entry = self._log.arm(flip_id, target)
+        self._note_parked()
+        return self._log.sequence, Carry(self.batcher.load().resident_requests, num_partly, entry.live_runs)
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether every step before FLIP is acknowledged."""
+        return self._log.is_parked
 
     async def parked(self) -> None:
         """Waits until every step before FLIP is acknowledged: ranks say so by another way than they verify a flip."""
         await self._parked.wait()
 
-    def commit(self, flip_id: FlipId, target: LayoutKind) -> FlipGaps:
-        """Writes COMMIT and goes on under the next epoch; only after `parked`."""
-        self._append(CommitEntry(flip_id, target))
-        self.kind = target
-        self.fence.move(self.generation, Epoch(self.epoch + 1))
-        return self._go_on()
-
-    def abandon(self, flip_id: FlipId, reason: str) -> FlipGaps:
-        """Writes ABANDON and goes on as before."""
-        self._append(AbandonEntry(flip_id, reason))
-        return self._go_on()
+    def conclude(self, entry: CommitEntry | AbandonEntry) -> FlipGaps:
+        """Writes a flip's outcome and goes on, after a COMMIT under the next epoch."""
+        gaps = self.gaps.begin()
+        self._log.conclude(entry)
+        self._pump_soon()
+        return gaps
 
     async def carried_on(self, gaps: FlipGaps, within_s: float) -> int | None:
         """Waits until every request that was decoding has gone on, or so long; the longest gap of those that did."""
@@ -178,22 +177,13 @@ class GenerationRun:
         return self.batcher.census()
 
     def _note_parked(self) -> None:
-        if self.batcher.is_parked:
+        if self.is_parked:
             self._parked.set()
-
-    def _go_on(self) -> FlipGaps:
-        gaps = self.gaps.begin()
-        self.batcher.thaw(self._layouts[self.kind])
-        self._pump_soon()
-        return gaps
 
     # The log.
 
     async def _open(self) -> None:
-        limits = self.batcher.limits
-        self._append(
-            ResetEntry(self.kind, limits.num_blocks, limits.max_resident_requests, limits.context_tokens),
-        )
+        self._log.open()
         ready: list[pb.WorkerReady] = []
         with anyio.move_on_after(self._deadlines.boot_s):
             for stream in self._streams:
@@ -226,9 +216,8 @@ class GenerationRun:
             )
         return ready
 
-    def _append(self, entry: Entry) -> None:
-        self._sequence = Sequence(self._sequence + 1)
-        message = entry_to_proto(LogEntry(self.generation, self.epoch, self._sequence, entry)).SerializeToString()
+    def _write(self, entry: LogEntry) -> None:
+        message = entry_to_proto(entry).SerializeToString()
         for stream in self._streams:
             stream.put(message)
 
@@ -249,14 +238,9 @@ class GenerationRun:
         self.on_change()
         if not self._is_open:
             return
-        while (plan := self.batcher.next_step(Sequence(self._sequence + 1))) is not None:
-            self._issue(plan)
+        if self._log.issue(time.monotonic_ns()):
+            self._has_steps.set()
         self._deliver(self.batcher.take_events())
-
-    def _issue(self, plan: StepPlan) -> None:
-        self._append(plan)
-        self.ledger.issue(self._sequence, plan, time.monotonic_ns())
-        self._has_steps.set()
 
     # Answers.
 
@@ -272,15 +256,13 @@ class GenerationRun:
             self._pump()
 
     def _hear(self, stream: RankStream, message: pb.StepReport) -> None:
-        heard = self.ledger.hear(stream.rank, report_from_proto(message), time.monotonic_ns())
-        if heard.tokens is not None:
-            self._deliver(self.batcher.on_tokens(heard.sequence, heard.tokens))
-        if heard.is_acknowledged:
-            self.batcher.on_acknowledged(heard.sequence)
-            self._on_finished(self.ledger.records[-1])
+        answered = self._log.hear(stream.rank, report_from_proto(message), time.monotonic_ns())
+        self._deliver(answered.events)
+        if answered.finished is not None:
+            self._on_finished(answered.finished)
 
     def _admit(self, stream: RankStream, generation: int, epoch: int) -> None:
-        refusal = self.fence.admit(Generation(generation), Epoch(epoch), f"rank {stream.rank}")
+        refusal = self._log.admit(stream.rank, generation, epoch)
         if refusal is not None:
             raise GenerationLostError(refusal)
 

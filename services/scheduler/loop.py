@@ -16,7 +16,7 @@ from flipmesh.common.v1 import introspection_pb2, layout_pb2
 from flipmesh.policy.v1 import policy_service_pb2
 from flipmesh.scheduler.v1 import scheduler_service_pb2 as pb
 
-from services.core.ids import LayoutKind, Rank
+from services.core.ids import Epoch, Generation, LayoutKind, Rank
 from services.core.request import Rejected, RejectReason, Submission
 from services.mesh.codec.common import layout_to_proto
 from services.mesh.log import Log
@@ -24,6 +24,7 @@ from services.mesh.progress import Phase, Progress
 from services.mesh.rpc import Peers
 from services.mesh.settings import DeadlineSettings
 from services.scheduler.advice import PolicyLink, since
+from services.scheduler.flip_attempts import FlipAttempts, is_advice
 from services.scheduler.flips import FlipResult, Flips
 from services.scheduler.generation_mint import GenerationMint
 from services.scheduler.generation_run import GenerationLostError, GenerationRun
@@ -181,12 +182,13 @@ class GroupLoop:
         """The generation's flips and its conversation with the policy, which run beside its log."""
 
         async def follow(wanted: LayoutKind, reason: str, fence: layout_pb2.Fence) -> None:
-            # To stay in a layout that a flip has left meanwhile is no advice to go back to it.
-            if fence == run.fence_message and wanted is not run.kind:
+            asked, now = (Generation(fence.generation), Epoch(fence.epoch)), (run.generation, run.epoch)
+            if is_advice(wanted, asked, run.kind, now):
                 await flips.attempt(wanted, reason)
 
         link = PolicyLink(self.peers, self.log, lambda: _signal(run, flips), follow)
-        flips = Flips(run, self.peers, self.deadlines, self.log, self.meters, link.touch, self.ranks_meet_in_flips)
+        attempts = FlipAttempts(self.ranks_meet_in_flips)
+        flips = Flips(run, self.peers, self.deadlines, self.log, self.meters, link.touch, attempts)
         run.on_change = link.touch
         run.background = (flips.serve, link.run)
         return flips
@@ -236,5 +238,5 @@ def _signal(run: GenerationRun, flips: Flips) -> policy_service_pb2.AdviseLayout
         free_blocks=load.free_blocks,
         since_flip_ns=since(flips.began_ns),
         since_attempt_ns=since(flips.attempted_ns),
-        abandoned_in_a_row=flips.abandoned_in_a_row,
+        abandoned_in_a_row=flips.attempts.abandoned_in_a_row,
     )

@@ -1,7 +1,7 @@
-"""One rank's part in flips: the participant's table between the log, the mover's stream and the model thread.
+"""One rank's part in flips: `RankFlips` between the log, the mover's stream and the model thread.
 
-It carries messages and times; the table decides. No torch here: what touches memory is done by the model thread, which
-is asked through `start_work` and answers with what it did. Used on the event loop only.
+It carries messages and times, and decides nothing. No torch here: what touches memory is done by the model thread,
+which is asked through `start_work` and answers with what it did. Used on the event loop only.
 """
 
 import asyncio
@@ -16,8 +16,7 @@ from services.core.flip import (
     AbandonReached,
     CommitReached,
     EntryReached,
-    MoverConnected,
-    ParticipantEvent,
+    ParticipantEffect,
     SayNotReady,
     StartWork,
     WorkDone,
@@ -26,6 +25,7 @@ from services.core.flip import (
 from services.core.flip_participant import FlipParticipant
 from services.core.ids import FlipId, Rank
 from services.mesh.codec.flip import command_from_proto, said_of, said_to_proto
+from services.worker.rank_flips import RankFlips
 
 MAX_UNSENT = 64
 """Messages to the mover that may wait; an attempt has a handful, and a mover that reads none is cut."""
@@ -94,7 +94,7 @@ class Participation:
     def __init__(self, rank: Rank, start_work: Callable[[FlipId], None]) -> None:
         self._rank = rank
         self._start_work = start_work
-        self._table = FlipParticipant()
+        self._flips = RankFlips(FlipParticipant())
         self._fence = layout_pb2.Fence()
         self._unsent: asyncio.Queue[pb.JoinFlipResponse | None] = asyncio.Queue(MAX_UNSENT + 1)
         """None ends a stream; there is always room for it."""
@@ -128,15 +128,17 @@ class Participation:
             case Parked():
                 self.stop_waiting()
                 self._parked, self._fence = answer, fence
-                self._feed(EntryReached(answer.flip_id, answer.fits, answer.refusal, answer.plan_hash))
+                reached = EntryReached(answer.flip_id, answer.fits, answer.refusal, answer.plan_hash)
+                self._carry_out(self._flips.park(reached, fence.generation))
             case Worked():
                 self._worked = answer
-                self._feed(WorkDone(answer.flip_id, answer.bytes_moved, answer.rows_moved))
+                done = WorkDone(answer.flip_id, answer.bytes_moved, answer.rows_moved)
+                self._carry_out(self._flips.on_event(done))
             case WorkLost():
-                self._feed(WorkFailed(answer.flip_id, answer.reason, answer.restored))
+                self._carry_out(self._flips.on_event(WorkFailed(answer.flip_id, answer.reason, answer.restored)))
             case Switched():
                 outcome = CommitReached if answer.is_committed else AbandonReached
-                self._feed(outcome(answer.flip_id))
+                self._carry_out(self._flips.on_event(outcome(answer.flip_id)))
             case Resumed():
                 self._put(self._resumed(answer))
 
@@ -146,8 +148,9 @@ class Participation:
         """One stream of the mover, until it ends or another one comes; begins with what holds now."""
         self._put_end()
         unsent = self._unsent = asyncio.Queue(MAX_UNSENT + 1)
-        self._feed(MoverConnected())
-        reader = asyncio.create_task(self._read(requests, unsent))
+        number, effects = self._flips.connect()
+        self._carry_out(effects)
+        reader = asyncio.create_task(self._read(requests, number))
         try:
             while (message := await unsent.get()) is not None:
                 yield message
@@ -157,24 +160,18 @@ class Participation:
         finally:
             reader.cancel()
 
-    async def _read(
-        self, requests: AsyncIterator[pb.JoinFlipRequest], unsent: "asyncio.Queue[pb.JoinFlipResponse | None]"
-    ) -> None:
+    async def _read(self, requests: AsyncIterator[pb.JoinFlipRequest], number: int) -> None:
         try:
             async for message in requests:
-                if unsent is not self._unsent:
-                    # A later life of the mover speaks by now: a word of the one before could undo what it has said.
-                    return
-                if message.fence.generation == self._fence.generation:
-                    self._feed(command_from_proto(message))
+                command = command_from_proto(message)
+                self._carry_out(self._flips.on_command(number, message.fence.generation, command))
         finally:
-            if unsent is self._unsent:
+            if number == self._flips.stream:
                 self._put_end()
 
     # Between the two.
 
-    def _feed(self, event: ParticipantEvent) -> None:
-        effects = self._table.on_event(event)
+    def _carry_out(self, effects: list[ParticipantEffect]) -> None:
         for said in said_of(effects):
             message = said_to_proto(said, self._fence, self._rank)
             self._add_times(message)

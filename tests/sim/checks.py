@@ -5,12 +5,12 @@ Kept apart from the processes: a process knows what it could know, this sees all
 
 from typing import TYPE_CHECKING
 
-from services.core.flip import FlipOutcome
+from services.core.flip import Conclude, FlipOutcome
 from services.core.flip_participant import ParticipantState
 from services.core.ids import BLOCK_SLOTS, BlockId, FlipId, Generation, Rank
 from services.core.log_follower import LogState
 from services.core.step import CommitEntry, LogEntry
-from services.mover.journal import FlipKey
+from services.mover.journal import Concluded, Entered, FlipKey, Record
 from tests.sim.case import Fault
 from tests.sim.data_plane import DataPlane
 from tests.sim.toy_model import EMPTY, chained, letter
@@ -103,6 +103,16 @@ class Checks:
             raise InvariantError(
                 "channels empty", f"flip {key[1]} enters with {self._planes[key[0]].num_held} messages held"
             )
+
+    def on_enter_said(self, key: FlipKey, last: Record | None) -> None:
+        """Ranks are told to enter: a next life of the mover must know that."""
+        if not isinstance(last, Entered):
+            raise InvariantError("journal, then speak", f"flip {key[1]}: ENTER is said, the journal's last is {last}")
+
+    def on_told(self, last: Record | None, concluded: Conclude) -> None:
+        """The scheduler is told an outcome: whoever asks again must get the same."""
+        if not isinstance(last, Concluded) or last.outcome is not concluded.outcome:
+            raise InvariantError("journal, then speak", f"{concluded} is told, the journal's last is {last}")
 
     def on_committed(self, key: FlipKey) -> None:
         """The mover decides for COMMIT; the scheduler may have given it up by then, which the log alone tells."""
@@ -198,7 +208,7 @@ class Checks:
             raise InvariantError("census", f"at the end: {census}")
         for rank in group.ranks:
             follower = rank.follower
-            if (follower.sequence, follower.state, follower.layout) != (run.sequence, LogState.RUNNING, run.kind):
+            if (follower.sequence, follower.state, follower.layout) != (run.log.sequence, LogState.RUNNING, run.kind):
                 raise InvariantError(
-                    "wedge", f"{rank.name} is {follower.state.value} at {follower.sequence} of {run.sequence}"
+                    "wedge", f"{rank.name} is {follower.state.value} at {follower.sequence} of {run.log.sequence}"
                 )

@@ -1,6 +1,7 @@
 """Coordinators, participants, movers and schedulers with one rule of the flip taken out."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from services.core.flip import (
     AbandonReached,
@@ -24,13 +25,18 @@ from services.core.flip import (
 )
 from services.core.flip_coordinator import CoordinatorState, FlipCoordinator
 from services.core.flip_participant import FlipParticipant, ParticipantState
-from services.core.ids import FlipId, Rank
-from services.core.step import FlipEntry
+from services.core.ids import Epoch, FlipId, Rank
+from services.core.step import AbandonEntry, CommitEntry, FlipEntry, LogEntry
+from services.mover.coordination import Coordination, Records
 from services.mover.early import EarlyEvents
-from services.mover.journal import FlipKey
-from tests.sim.mover import MoverProcess, OpenAttempt
+from services.mover.journal import Entered, FlipKey, Record
+from services.scheduler.flip_attempts import FlipAttempts
+from services.scheduler.generation_log import GenerationLog
+from services.worker.rank_flips import RankFlips
+from tests.sim.case import DEADLINES
+from tests.sim.mover import MoverProcess
 from tests.sim.rank import RankProcess, Work
-from tests.sim.scheduler import PendingFlip, Run, SchedulerProcess
+from tests.sim.scheduler import SchedulerProcess
 from tests.sim.world import MAX_EVENTS
 
 
@@ -124,8 +130,23 @@ class StaleExpiry(FlipCoordinator):
 class UnwrittenEnterMover(MoverProcess):
     """ENTER is said and not journalled."""
 
-    def journal_enter(self, attempt: OpenAttempt, round_number: int) -> None:
-        return None
+    def coordinate(self) -> Coordination:
+        parts, journal = self.group.parts, WithoutEnter(self.journal)
+        return Coordination(self.group.case.num_ranks, DEADLINES, journal, parts.coordinator)
+
+
+@dataclass(slots=True)
+class WithoutEnter:
+    """A journal that takes no ENTER."""
+
+    journal: Records
+
+    def last(self, key: FlipKey) -> Record | None:
+        return self.journal.last(key)
+
+    def append(self, record: Record) -> None:
+        if not isinstance(record, Entered):
+            self.journal.append(record)
 
 
 class Nothing(EarlyEvents):
@@ -135,11 +156,11 @@ class Nothing(EarlyEvents):
         return []
 
 
-class ForgetfulMover(MoverProcess):
+class ForgetfulCoordination(Coordination):
     """What a rank says before the scheduler has asked is dropped as a stray message."""
 
-    def boot(self) -> None:
-        super().boot()
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.early = Nothing()
 
 
@@ -152,12 +173,19 @@ class TakesAll(EarlyEvents):
         return events
 
 
-class LatelyForgetfulMover(MoverProcess):
+class LatelyForgetfulCoordination(Coordination):
     """Its early marks are those of one attempt."""
 
-    def boot(self) -> None:
-        super().boot()
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.early = TakesAll()
+
+
+class TwoEaredFlips(RankFlips):
+    """An older stream of the mover is heard although another has taken its place."""
+
+    def on_command(self, stream: int, generation: int, command: Any) -> list[ParticipantEffect]:
+        return super().on_command(self.stream, generation, command)
 
 
 class EagerParticipant(FlipParticipant):
@@ -197,13 +225,40 @@ class LiteralParticipant(FlipParticipant):
         return super().on_event(event)  # type: ignore[arg-type]
 
 
-class DroppedCarryScheduler(SchedulerProcess):
+class DroppedCarryLog(GenerationLog):
     """J3, K: the cutover begins with a new batch, and drops every resident request."""
 
-    def thaw(self, run: Run) -> None:
-        super().thaw(run)
-        if not run.batcher.num_in_flight:
-            run.batcher = self.group.parts.batcher(self.group.case.limits, self.group.layouts[run.kind])
+    def conclude(self, entry: CommitEntry | AbandonEntry) -> None:
+        super().conclude(entry)
+        if not self.batcher.num_in_flight:
+            self.batcher = type(self.batcher)(self.batcher.limits, self._layouts[self.kind])
+
+
+class DoubleCarryLog(GenerationLog):
+    """Z7: the carry runs twice, and duplicates what decodes."""
+
+    def conclude(self, entry: CommitEntry | AbandonEntry) -> None:
+        super().conclude(entry)
+        for request in list(self.batcher._residents):
+            if not request.is_prefilling and request.num_known < request.max_tokens:
+                self.batcher._queue.add(request)
+
+
+class ImpatientLog(GenerationLog):
+    """COMMIT as soon as the mover says so, while reports of the old epoch are still on the way."""
+
+    @property
+    def is_parked(self) -> bool:
+        return True
+
+
+class StaleEpochLog(GenerationLog):
+    """The log goes on under the old epoch after a COMMIT."""
+
+    def conclude(self, entry: CommitEntry | AbandonEntry) -> None:
+        super().conclude(entry)
+        if isinstance(entry, CommitEntry):
+            self.fence.epoch = Epoch(self.fence.epoch - 1)
 
 
 class RebornNumbers(SchedulerProcess):
@@ -214,48 +269,24 @@ class RebornNumbers(SchedulerProcess):
         super().boot()
 
 
-class ImpatientScheduler(SchedulerProcess):
-    """COMMIT as soon as the mover says so, while reports of the old epoch are still on the way."""
-
-    def may_commit(self, run: Run) -> bool:
-        return True
-
-
-class ForgivingScheduler(SchedulerProcess):
+class ForgivingAttempts(FlipAttempts):
     """A mover that is given up leads to ABANDON, although ranks may meet in the work by then."""
 
-    def give_up_mover(self, run: Run, flip: PendingFlip) -> None:
-        self.on_outcome(run, flip.entry.flip_id, FlipOutcome.ABANDONED, "the mover is absent")
+    __slots__ = ()
 
-
-class DoubleCarryScheduler(SchedulerProcess):
-    """Z7: the carry runs twice, and duplicates what decodes."""
-
-    def thaw(self, run: Run) -> None:
-        super().thaw(run)
-        for request in list(run.batcher._residents):
-            if not request.is_prefilling and request.num_known < request.max_tokens:
-                run.batcher._queue.add(request)
-
-
-class StaleEpochScheduler(SchedulerProcess):
-    """The log goes on under the old epoch after a COMMIT."""
-
-    def _end_flip(self, run: Run, flip: PendingFlip) -> None:
-        if flip.outcome is FlipOutcome.COMMITTED:
-            run.fence.epoch = type(run.fence.epoch)(run.fence.epoch - 1)
-        super()._end_flip(run, flip)
+    @property
+    def without_mover(self) -> FlipOutcome:
+        return FlipOutcome.ABANDONED
 
 
 class ReorderedScheduler(SchedulerProcess):
     """Two entries change places on the way to one rank, once."""
 
-    def append(self, entry: object) -> None:
-        super().append(entry)  # type: ignore[arg-type]
-        run = self.run
-        assert run is not None
-        if run.sequence == 4:
-            run.streams[-1]._last_ns = 0
+    def _write(self, entry: LogEntry) -> None:
+        super()._write(entry)
+        if entry.sequence == 4:
+            assert self.run is not None
+            self.run.streams[-1]._last_ns = 0
 
 
 class InPlaceRank(RankProcess):

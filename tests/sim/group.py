@@ -8,11 +8,15 @@ from typing import Any
 
 from services.core.flip_coordinator import FlipCoordinator
 from services.core.flip_participant import FlipParticipant
-from services.core.ids import LayoutKind, Rank
+from services.core.ids import Epoch, Generation, LayoutKind, Rank
 from services.core.layout import Layout, ShardUnits, pp_layout, tp_layout
 from services.core.log_follower import LogFollower
+from services.mover.coordination import Coordination
 from services.policy.decide import LoadSignal, PolicyMode, PolicyRules, advise
 from services.scheduler.batcher import Batcher
+from services.scheduler.flip_attempts import FlipAttempts
+from services.scheduler.generation_log import GenerationLog
+from services.worker.rank_flips import RankFlips
 from tests.sim.case import SLOW_CHANNEL_NS, Case, Fault
 from tests.sim.checks import Checks
 from tests.sim.mover import MoverProcess
@@ -22,6 +26,7 @@ from tests.sim.router import RouterProcess
 from tests.sim.scheduler import MOVER_RETRY_NS, Run, SchedulerProcess
 from tests.sim.world import Channel, InvariantError, Process, World
 
+Fence = tuple[Generation, Epoch]
 UNITS = ShardUnits(num_layers=8, num_heads=8, num_kv_heads=8, ffn=64, ffn_unit=8, vocab=64)
 LAYOUTS = {
     num_ranks: {LayoutKind.PP: pp_layout(UNITS, num_ranks), LayoutKind.TP: tp_layout(UNITS, num_ranks)}
@@ -46,6 +51,10 @@ class Parts:
     participant: type[FlipParticipant] = FlipParticipant
     places: type[Places] = Places
     rank: type[RankProcess] = RankProcess
+    flips: type[RankFlips] = RankFlips
+    log: type[GenerationLog] = GenerationLog
+    attempts: type[FlipAttempts] = FlipAttempts
+    coordination: type[Coordination] = Coordination
     scheduler: type[SchedulerProcess] = SchedulerProcess
     mover: type[MoverProcess] = MoverProcess
     channel: type[Channel] = Channel
@@ -57,9 +66,9 @@ SHIPPED = Parts()
 class PolicyProcess(Process):
     """The shipped rule, asked over a channel."""
 
-    def on_signal(self, signal: LoadSignal, answers: Channel) -> None:
+    def on_signal(self, signal: LoadSignal, fence: Fence, answers: Channel) -> None:
         """Advises on what the scheduler saw a while ago."""
-        answers.send(advise(PolicyMode.AUTO, RULES, signal))
+        answers.send(advise(PolicyMode.AUTO, RULES, signal), fence)
 
 
 class Group:
@@ -242,10 +251,10 @@ class Group:
         self._signals = Channel(self.world, self.policy, self.policy.on_signal, control)
         self._advice = Channel(self.world, self.scheduler, self.scheduler.on_advice, control)
 
-    def ask_policy(self, signal: LoadSignal) -> None:
+    def ask_policy(self, signal: LoadSignal, fence: Fence) -> None:
         """The scheduler's load, to the policy."""
         assert self._signals is not None and self._advice is not None
-        self._signals.send(signal, self._advice)
+        self._signals.send(signal, fence, self._advice)
 
     def connect_links(self) -> None:
         """A new life of the mover: it looks for every rank."""
@@ -264,8 +273,8 @@ class Group:
         if not (rank.is_up and mover.is_up and mover.life == mover_life) or rank.rank in mover.links:
             return
         said = self._said[rank.rank] = Channel(self.world, mover, mover.on_said, self.case.control)
-        mover.links[rank.rank] = Channel(self.world, rank, partial(rank.on_command, said), self.case.control)
-        rank.on_mover_connected(said)
+        stream = rank.on_mover_connected(said)
+        mover.links[rank.rank] = Channel(self.world, rank, partial(rank.on_command, stream), self.case.control)
 
     def _drop_link(self, rank: RankProcess) -> None:
         said = self._said.pop(rank.rank, None)

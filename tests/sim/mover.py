@@ -1,4 +1,4 @@
-"""The mover: the shipped coordinator, and the shipped rule for an attempt that is asked for again, behind channels.
+"""The mover: the shipped coordination, with its journal, its early events and its table, behind channels.
 
 The journal is a list that outlives the process. Links to ranks break with either end; what is said over a broken link
 is lost, and a rank says its state again when it is back.
@@ -9,17 +9,13 @@ from typing import TYPE_CHECKING
 
 from services.core.flip import (
     AssembleReceived,
-    Conclude,
-    CoordinatorEffect,
     CoordinatorEvent,
     DeadlineReached,
     DisarmReceived,
     EnterReceived,
     FlipOutcome,
-    JournalEnter,
     ParticipantEffect,
     RankFailed,
-    RankLost,
     RankNotReady,
     RankParked,
     RankPresent,
@@ -35,11 +31,10 @@ from services.core.flip import (
     SendEnter,
     StartWork,
 )
-from services.core.flip_coordinator import CoordinatorState, FlipCoordinator
+from services.core.flip_coordinator import CoordinatorState
 from services.core.ids import FlipId, Generation, Rank
-from services.mover.attempts import decide_again
-from services.mover.early import EarlyEvents
-from services.mover.journal import Armed, Concluded, Entered, FlipKey, Record
+from services.mover.coordination import Command, Coordination, OpenAttempt
+from services.mover.journal import Concluded, FlipKey, Record
 from tests.sim.case import DEADLINES
 from tests.sim.world import Channel, Process
 
@@ -54,22 +49,23 @@ class MemoryJournal:
     """What the file holds, without the file."""
 
     records: list[Record] = field(default_factory=list)
+    newest: dict[FlipKey, Record] = field(default_factory=dict)
 
     def last(self, key: FlipKey) -> Record | None:
         """The newest record of an attempt."""
-        return next((record for record in reversed(self.records) if record.key == key), None)
+        return self.newest.get(key)
 
     def append(self, record: Record) -> None:
         """Durable when this returns."""
         self.records.append(record)
+        self.newest[record.key] = record
 
 
 @dataclass(slots=True, eq=False)
-class OpenAttempt:
-    """What the mover knows of the attempt it coordinates, and who is told its outcome."""
+class Question:
+    """The scheduler's, that is open: who is told the outcome."""
 
-    key: FlipKey
-    coordinator: FlipCoordinator
+    attempt: OpenAttempt
     answers: Channel
 
 
@@ -80,9 +76,8 @@ class MoverProcess(Process):
         super().__init__(group.world, "mover")
         self.group = group
         self.journal = MemoryJournal()
-        self._attempt: OpenAttempt | None = None
+        self._question: Question | None = None
         self.links: dict[Rank, Channel] = {}
-        self.early = EarlyEvents()
         self.away_ns: int | None = 0
         """Since when nobody would answer."""
 
@@ -105,112 +100,120 @@ class MoverProcess(Process):
     def boot(self) -> None:
         """Up, with the journal as its only memory."""
         self.away_ns = None
-        self.is_up, self._attempt, self.links, self.early = True, None, {}, EarlyEvents()
+        self.is_up, self._question, self.links = True, None, {}
+        self.coordination: Coordination = self.coordinate()
         self.group.connect_links()
+
+    def coordinate(self) -> Coordination:
+        """The shipped one, over this life's journal."""
+        parts = self.group.parts
+        return parts.coordination(self.group.case.num_ranks, DEADLINES, self.journal, parts.coordinator)
 
     # The scheduler's questions.
 
     def run_flip(self, key: FlipKey, answers: Channel) -> None:
         """One attempt to its outcome; asked again, it goes on or says what was decided."""
-        if self._attempt is not None:
+        if self.coordination.attempt is not None:
             self.world.note(self.name, "busy", key)
             answers.send("busy")
             return
-        decided = decide_again(self.journal, key)  # type: ignore[arg-type]
-        if decided is not None:
-            answers.send("outcome", key[1], decided.outcome, decided.reason)
+        answer = self.coordination.ask(key, self.world.now_ns)
+        if isinstance(answer, Concluded):
+            answers.send("outcome", key[1], answer.outcome, answer.reason)
             return
-        attempt = self._attempt = OpenAttempt(key, self._coordinator(key), answers)
-        self.world.note(self.name, "attempt", key[1], attempt.coordinator.state.value)
-        self._set_clock(attempt)
-        for event in self.early.take(key):
-            self._feed(attempt, event)
-
-    def _coordinator(self, key: FlipKey) -> FlipCoordinator:
-        last, parts, num_ranks = self.journal.last(key), self.group.parts, self.group.case.num_ranks
-        if isinstance(last, Entered):
-            return parts.coordinator.recovered(key[1], num_ranks, DEADLINES, self.world.now_ns, last.round)
-        self.journal.append(Armed(key))
-        return parts.coordinator(key[1], num_ranks, DEADLINES, self.world.now_ns)
+        attempt, early = answer
+        question = self._question = Question(attempt, answers)
+        self.world.note(self.name, "attempt", key[1], attempt.state.value)
+        self._set_clock(question)
+        for event in early:
+            self._feed(question, event)
 
     def on_scheduler_lost(self, key: FlipKey) -> None:
         """Its stream has ended: nobody waits for this attempt any more."""
-        if self._attempt is not None and self._attempt.key == key:
-            self._attempt = None
+        question = self._question
+        if question is not None and question.attempt.key == key:
+            self._close(question)
+
+    def _close(self, question: Question) -> None:
+        if self.coordination.close(question.attempt):
+            self._question = None
 
     # Ranks.
 
     def on_said(self, rank: Rank, generation: int, said: Said) -> None:
         """From a rank; what belongs to an attempt that is not open is kept for the case that it is asked for."""
-        attempt = self._attempt
-        flip_id = said[1] if isinstance(said, tuple) else said.flip_id
-        if attempt is None or attempt.key != (generation, flip_id):
+        key = (Generation(generation), said[1] if isinstance(said, tuple) else said.flip_id)
+        event = event_of(rank, said)
+        if self.coordination.is_heard(key, event):
+            assert self._question is not None
+            self._feed(self._question, event)
+        else:
             self.world.note(self.name, "early", rank, type(said).__name__)
-            self.early.keep((Generation(generation), flip_id), event_of(rank, said))
-            return
-        self._feed(attempt, event_of(rank, said))
 
     def on_rank_lost(self, rank: Rank) -> None:
         """A link has ended."""
         self.links.pop(rank, None)
-        self.early.forget(rank)
         self.group.link_again(rank)
-        if self._attempt is not None:
-            self._feed(self._attempt, RankLost(rank, "its stream ended"))
+        lost = self.coordination.lose(rank, "its stream ended")
+        if lost is not None:
+            assert self._question is not None
+            self._feed(self._question, lost)
 
-    def _feed(self, attempt: OpenAttempt, event: CoordinatorEvent) -> None:
-        coordinator = attempt.coordinator
-        before = coordinator.deadline_ns
-        self.world.note(self.name, "hears", type(event).__name__, getattr(event, "rank", ""), coordinator.state.value)
-        if isinstance(event, RankWithdrew) and coordinator.state is not CoordinatorState.ENTERED:
+    def _feed(self, question: Question, event: CoordinatorEvent) -> None:
+        attempt = question.attempt
+        before, state = attempt.deadline_ns, attempt.state
+        self.world.note(self.name, "hears", type(event).__name__, getattr(event, "rank", ""), state.value)
+        if isinstance(event, RankWithdrew) and state is not CoordinatorState.ENTERED:
             self.group.checks.on_withdrawal_heard(attempt.key, event.rank, event.round)
-        effects = coordinator.on_event(event, self.world.now_ns)
-        for effect in effects:
-            self._carry_out(attempt, effect)
-        if coordinator.deadline_ns is not None and coordinator.deadline_ns != before:
-            self._set_clock(attempt)
+        commands = attempt.on_event(event, self.world.now_ns)
+        if state is not CoordinatorState.ENTERED and attempt.state is CoordinatorState.ENTERED:
+            self.group.checks.on_enter(attempt.key, attempt.round)
+        for command in commands:
+            self._send(attempt.key, command)
+        if attempt.outcome is not None:
+            self._tell(question)
+        elif attempt.deadline_ns != before:
+            self._set_clock(question)
 
-    def _set_clock(self, attempt: OpenAttempt) -> None:
-        deadline_ns = attempt.coordinator.deadline_ns
+    def _set_clock(self, question: Question) -> None:
+        deadline_ns = question.attempt.deadline_ns
         assert deadline_ns is not None
-        self.world.at(deadline_ns - self.world.now_ns, self, self._on_clock, attempt, deadline_ns)
+        self.world.at(deadline_ns - self.world.now_ns, self, self._on_clock, question, deadline_ns)
 
-    def _on_clock(self, attempt: OpenAttempt, deadline_ns: int) -> None:
-        if self._attempt is attempt and attempt.coordinator.deadline_ns == deadline_ns:
-            self._feed(attempt, DeadlineReached())
+    def _on_clock(self, question: Question, deadline_ns: int) -> None:
+        if self._question is question and question.attempt.deadline_ns == deadline_ns:
+            self._feed(question, DeadlineReached())
 
-    def _carry_out(self, attempt: OpenAttempt, effect: CoordinatorEffect) -> None:
-        flip_id = attempt.key[1]
-        match effect:
-            case JournalEnter(round_number):
-                self.journal_enter(attempt, round_number)
-                self.group.checks.on_enter(attempt.key, round_number)
-            case SendAssemble(round_number):
-                self._send(attempt.key[0], AssembleReceived(flip_id, round_number))
-            case SendEnter(round_number):
-                self._send(attempt.key[0], EnterReceived(flip_id, round_number))
-            case SendDisarm():
-                self._send(attempt.key[0], DisarmReceived(flip_id))
-            case Conclude():
-                self._conclude(attempt, effect)
-
-    def journal_enter(self, attempt: OpenAttempt, round_number: int) -> None:
-        """From here on everyone follows through."""
-        self.journal.append(Entered(attempt.key, round_number))
-
-    def _conclude(self, attempt: OpenAttempt, effect: Conclude) -> None:
-        self.world.note(self.name, "concludes", attempt.key[1], effect.outcome.value, effect.reason)
-        if effect.outcome is FlipOutcome.COMMITTED:
-            self.group.checks.on_committed(attempt.key)
-        self.journal.append(Concluded(attempt.key, effect.outcome, effect.reason))
-        self._attempt = None
+    def _tell(self, question: Question) -> None:
+        """The outcome, to whoever asked."""
+        key, concluded = question.attempt.key, question.attempt.outcome
+        assert concluded is not None
+        self.world.note(self.name, "concludes", key[1], concluded.outcome.value, concluded.reason)
+        if concluded.outcome is FlipOutcome.COMMITTED:
+            self.group.checks.on_committed(key)
+        self.group.checks.on_told(self.journal.last(key), concluded)
+        self._close(question)
         self.group.moment("concluded")
-        attempt.answers.send("outcome", attempt.key[1], effect.outcome, effect.reason)
+        question.answers.send("outcome", key[1], concluded.outcome, concluded.reason)
 
-    def _send(self, generation: Generation, command: AssembleReceived | EnterReceived | DisarmReceived) -> None:
+    def _send(self, key: FlipKey, said: Command) -> None:
+        command = command_of(key[1], said)
         self.world.note(self.name, "tells", type(command).__name__, command.flip_id)
+        if isinstance(said, SendEnter):
+            self.group.checks.on_enter_said(key, self.journal.last(key))
         for link in self.links.values():
-            link.send(generation, command)
+            link.send(key[0], command)
+
+
+def command_of(flip_id: FlipId, said: Command) -> AssembleReceived | EnterReceived | DisarmReceived:
+    """What the mover says, as a rank hears it."""
+    match said:
+        case SendAssemble(round_number):
+            return AssembleReceived(flip_id, round_number)
+        case SendEnter(round_number):
+            return EnterReceived(flip_id, round_number)
+        case SendDisarm():
+            return DisarmReceived(flip_id)
 
 
 def event_of(rank: Rank, said: Said) -> CoordinatorEvent:

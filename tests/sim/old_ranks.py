@@ -12,7 +12,6 @@ from services.core.ids import LayoutKind, Sequence
 from services.core.step import FlipEntry, LogEntry, StepPlan
 from tests.sim.data_plane import WAIT
 from tests.sim.rank import RankProcess, Work
-from tests.sim.world import Channel
 
 BOUND_NS = 100_000
 """Of the ranks that walk away: well below what a stage or a peer may take."""
@@ -313,13 +312,6 @@ class ImpatientReceiver(RankProcess):
         if link._awaited == sequence:
             link._awaited = None
             self.resume(ends)
-
-
-class TwoEaredRank(RankProcess):
-    """An older stream of the mover is heard although another has taken its place."""
-
-    def hears(self, stream: Channel) -> bool:
-        return True
 
 
 class EarlyPoster(RankProcess):

@@ -21,7 +21,6 @@ from services.core.flip import (
     DisarmReceived,
     EnterReceived,
     EntryReached,
-    MoverConnected,
     ParticipantEffect,
     ParticipantEvent,
     SayPresent,
@@ -90,6 +89,7 @@ class RankProcess(Member):
         parts = self.group.parts
         self.is_up = True
         self.follower, self.participant = parts.follower(), parts.participant()
+        self.flips = parts.flips(self.participant)
         self.reports: Channel | None = None
         self.mover: Channel | None = None
         self.plane: DataPlane | None = None
@@ -278,10 +278,13 @@ class RankProcess(Member):
         """To the loop, which tells the mover."""
         self._to_loop.send(reached)
 
-    def on_mover_connected(self, channel: Channel) -> None:
-        """The mover's stream has opened."""
+    def on_mover_connected(self, channel: Channel) -> int:
+        """The mover's stream has opened: its number."""
         self.mover = channel
-        self._tell(MoverConnected())
+        self.world.note(self.name, "hears", "MoverConnected")
+        stream, effects = self.flips.connect()
+        self._carry_out(effects)
+        return stream
 
     def on_mover_lost(self, channel: Channel) -> None:
         """A stream of the mover has ended, which may be an older one than what is open now."""
@@ -289,19 +292,22 @@ class RankProcess(Member):
             self.mover = None
 
     def on_command(
-        self, stream: Channel, generation: int, command: AssembleReceived | EnterReceived | DisarmReceived
+        self, stream: int, generation: int, command: AssembleReceived | EnterReceived | DisarmReceived
     ) -> None:
-        """From the mover; what comes late by a stream that another one has replaced is not heard."""
-        if generation == self._fence[0] and self.hears(stream):
-            self._tell(command)
-
-    def hears(self, stream: Channel) -> bool:
-        """Whether it is the mover's stream now."""
-        return stream is self.mover
+        """From the mover, on the stream of that number."""
+        self.world.note(self.name, "hears", type(command).__name__)
+        self._carry_out(self.flips.on_command(stream, generation, command))
 
     def _tell(self, event: ParticipantEvent) -> None:
+        """The loop hears of the model thread or the log."""
         self.world.note(self.name, "hears", type(event).__name__)
-        for effect in self.participant.on_event(event):
+        if isinstance(event, EntryReached):
+            self._carry_out(self.flips.park(event, self._fence[0]))
+        else:
+            self._carry_out(self.flips.on_event(event))
+
+    def _carry_out(self, effects: list[ParticipantEffect]) -> None:
+        for effect in effects:
             self.carry_out(effect)
 
     def carry_out(self, effect: ParticipantEffect) -> None:

@@ -1,23 +1,22 @@
-"""The group's scheduler: the shipped batcher, ledger and fence behind channels, and what holds them together in a flip.
+"""The group's scheduler: the shipped generation log and flip attempts behind channels.
 
-The glue follows the service's generation run: one log to every rank, reports back, a lost rank ends the generation.
-For flips it adds what the contracts say: freeze at the FLIP entry, thaw at COMMIT or ABANDON. A COMMIT waits until
-every step before the FLIP entry is acknowledged: ranks had executed them when they parked, but their reports come by
-another channel than the mover's outcome, and a report of the old epoch must not meet the new fence.
+What is decided is decided in shipped code: what is written when, what an answer proves, which attempt is made and what
+its outcome leads to. Here are the channels between: one log to every rank, reports back, a question to the mover that
+is asked again, a lost rank that ends the generation.
 """
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from services.core.flip import FlipOutcome
-from services.core.ids import Epoch, FlipId, Generation, LayoutKind, Rank, RequestId, Sequence
-from services.core.log_follower import FIRST_EPOCH
+from services.core.ids import Epoch, FlipId, Generation, LayoutKind, Rank, RequestId
 from services.core.request import Rejected, RejectReason, RequestEvent, Submission
-from services.core.step import AbandonEntry, CommitEntry, Entry, FlipEntry, LogEntry, ResetEntry, StepPlan, StepReport
+from services.core.step import CommitEntry, FlipEntry, LogEntry, StepPlan, StepReport
 from services.mesh.fence import EpochFence
 from services.policy.decide import Advice, LoadSignal
 from services.scheduler.batcher import Batcher, Load
-from services.scheduler.step_ledger import StepLedger
+from services.scheduler.flip_attempts import FlipAttempts, FlipBrokenError, is_advice
+from services.scheduler.generation_log import GenerationLog
 from tests.sim.case import MOVER_ABSENT_NS, STEP_NS
 from tests.sim.data_plane import DataPlane
 from tests.sim.rank import Ready
@@ -60,30 +59,41 @@ class PendingFlip:
 
     entry: FlipEntry
     outcome: FlipOutcome | None = None
+    reason: str = ""
 
 
 @dataclass(slots=True, eq=False)
 class Run:
     """One generation."""
 
-    batcher: Batcher
-    ledger: StepLedger
-    fence: EpochFence
-    kind: LayoutKind
+    log: GenerationLog
+    attempts: FlipAttempts
     streams: list[Channel]
     begun_ns: int
-    sequence: Sequence
-    """Of the last entry written; 0 before the first."""
     ready: set[Rank] = field(default_factory=set)
     is_open: bool = False
     flip: PendingFlip | None = None
     num_flips: int = 0
-    num_abandoned_in_a_row: int = 0
     flipped_ns: int = 0
     attempted_ns: int = 0
     signalled: Load | None = None
     """What the policy was told last."""
     signal_factor: int = 1
+
+    @property
+    def batcher(self) -> Batcher:
+        """Its requests and blocks."""
+        return self.log.batcher
+
+    @property
+    def fence(self) -> EpochFence:
+        """Generation and epoch now."""
+        return self.log.fence
+
+    @property
+    def kind(self) -> LayoutKind:
+        """The layout now."""
+        return self.log.kind
 
 
 class SchedulerProcess(Process):
@@ -115,23 +125,23 @@ class SchedulerProcess(Process):
         case, layout = group.case, group.layouts[group.case.kind]
         self._last_generation += 1
         streams = [Channel(group.world, rank, rank.take_entry, case.control) for rank in group.ranks]
+        batcher = group.parts.batcher(case.limits, layout)
+        log = group.parts.log(Generation(self._last_generation), batcher, group.layouts, case.kind)
+        log.write = self._write
+        now_ns = group.world.now_ns
         self.run = run = Run(
-            batcher=group.parts.batcher(case.limits, layout),
-            ledger=StepLedger(layout.num_ranks, layout.sampling_rank),
-            fence=EpochFence(Generation(self._last_generation), FIRST_EPOCH),
-            kind=case.kind,
+            log=log,
+            attempts=group.parts.attempts(not case.is_shared),
             streams=streams,
-            begun_ns=group.world.now_ns,
-            sequence=Sequence(0),
-            flipped_ns=group.world.now_ns,
-            attempted_ns=group.world.now_ns,
+            begun_ns=now_ns,
+            flipped_ns=now_ns,
+            attempted_ns=now_ns,
         )
         plane = DataPlane(group.world, list(group.ranks), case.link_capacity, case.data)
         group.checks.on_generation(run.fence.generation, plane)
         for rank in group.ranks:
             rank.open(Channel(group.world, self, self._hear_of(run), case.control), plane)
-        limits = case.limits
-        self.append(ResetEntry(run.kind, limits.num_blocks, limits.max_resident_requests, limits.context_tokens))
+        log.open()
 
     def lose(self, run: Run, reason: str) -> None:
         """The generation is over: ranks exit, routers submit again."""
@@ -172,27 +182,23 @@ class SchedulerProcess(Process):
 
     # The log.
 
-    def append(self, entry: Entry) -> None:
-        """Writes one entry to every rank."""
+    def _write(self, entry: LogEntry) -> None:
+        """To every rank."""
         run = self.run
         assert run is not None
-        run.sequence = Sequence(run.sequence + 1)
-        logged = LogEntry(run.fence.generation, run.fence.epoch, run.sequence, entry)
-        self.group.checks.on_logged(logged)
+        self.group.checks.on_logged(entry)
         for stream in run.streams:
-            stream.send(logged)
+            stream.send(entry)
+        if isinstance(plan := entry.entry, StepPlan):
+            self.world.note(self.name, "step", entry.sequence, f"mb{plan.microbatch}", PlanText(plan))
 
     def _pump(self, run: Run) -> None:
-        while (plan := run.batcher.next_step(Sequence(run.sequence + 1))) is not None:
-            self.append(plan)
-            run.ledger.issue(run.sequence, plan, self.world.now_ns)
-            self.world.note(self.name, "step", run.sequence, f"mb{plan.microbatch}", PlanText(plan))
-            if self.group.case.faults:
-                self.world.at(STEP_NS, self, self._watch, run)
+        if run.log.issue(self.world.now_ns) and self.group.case.faults:
+            self.world.at(STEP_NS, self, self._watch, run)
         self._deliver(run.batcher.take_events())
 
     def _watch(self, run: Run) -> None:
-        if self.run is run and (reason := run.ledger.overdue(self.world.now_ns, STEP_NS)) is not None:
+        if self.run is run and (reason := run.log.ledger.overdue(self.world.now_ns, STEP_NS)) is not None:
             self.lose(run, reason)
 
     # Answers.
@@ -205,7 +211,7 @@ class SchedulerProcess(Process):
         return hear
 
     def _hear(self, run: Run, rank: Rank, fence: tuple[int, int], message: Ready | StepReport) -> None:
-        refusal = run.fence.admit(Generation(fence[0]), Epoch(fence[1]), f"rank {rank}")
+        refusal = run.log.admit(rank, *fence)
         if refusal is not None:
             raise InvariantError("fence", refusal)
         if isinstance(message, Ready):
@@ -213,13 +219,11 @@ class SchedulerProcess(Process):
             if len(run.ready) == len(run.streams):
                 self._opened(run)
             return
-        heard = run.ledger.hear(rank, message, self.world.now_ns)
-        if heard.tokens is not None:
-            self._deliver(run.batcher.on_tokens(heard.sequence, heard.tokens))
-        if heard.is_acknowledged:
-            run.batcher.on_acknowledged(heard.sequence)
+        answered = run.log.hear(rank, message, self.world.now_ns)
+        self._deliver(answered.events)
+        if answered.finished is not None:
             self.group.checks.census(run)
-            self.maybe_commit(run)
+            self.maybe_conclude(run)
         self._pump(run)
 
     def _opened(self, run: Run) -> None:
@@ -235,15 +239,17 @@ class SchedulerProcess(Process):
     def trigger(self, target: LayoutKind, why: str) -> None:
         """Somebody wants `target`: arms a flip, unless one is pending or the layout is in force."""
         run = self.run
-        if run is None or not run.is_open or run.flip is not None or run.kind is target:
+        if run is None or not run.is_open:
+            return
+        refusal = run.attempts.refusal(target, run.kind)
+        if refusal is not None:
             self.world.note(self.name, "no-flip", target.value, why)
             return
         run.num_flips += 1
-        run.batcher.freeze()
-        entry = FlipEntry(FlipId(run.num_flips), target, run.batcher.live_runs())
+        flip_id = run.attempts.begin(target)
+        self.group.checks.on_freeze(run, flip_id)
+        entry = run.log.arm(flip_id, target)
         run.flip = PendingFlip(entry)
-        self.group.checks.on_freeze(run, entry.flip_id)
-        self.append(entry)
         self.world.note(self.name, "flip", entry.flip_id, target.value, why, f"live {entry.live_runs}")
         self.ask_mover(run)
         self.world.at(MOVER_ABSENT_NS, self, self._watch_mover, run, run.flip)
@@ -257,14 +263,7 @@ class SchedulerProcess(Process):
             self.world.at(left_ns, self, self._watch_mover, run, flip)
             return
         self.group.leave_mover(run)
-        self.give_up_mover(run, flip)
-
-    def give_up_mover(self, run: Run, flip: PendingFlip) -> None:
-        """Nobody knows whether ranks have entered: where they meet in the work, no ABANDON reaches those inside."""
-        if self.group.case.is_shared or len(run.streams) == 1:
-            self.on_outcome(run, flip.entry.flip_id, FlipOutcome.ABANDONED, "the mover is absent")
-        else:
-            self.lose(run, "the mover is absent")
+        self.on_outcome(run, flip.entry.flip_id, run.attempts.without_mover, "the mover is absent")
 
     def ask_mover(self, run: Run) -> None:
         """Asks for the outcome, and again until there is one."""
@@ -278,35 +277,27 @@ class SchedulerProcess(Process):
             return
         self.world.note(self.name, "outcome", flip_id, outcome.value, reason)
         self.group.checks.on_outcome(outcome, reason)
-        flip.outcome = outcome
-        match outcome:
-            case FlipOutcome.COMMITTED:
-                self.maybe_commit(run)
-            case FlipOutcome.ABANDONED | FlipOutcome.RESTORED:
-                run.num_abandoned_in_a_row += 1
-                self.append(AbandonEntry(flip_id, reason))
-                self._end_flip(run, flip)
-            case FlipOutcome.BROKEN:
-                self.lose(run, reason)
+        flip.outcome, flip.reason = outcome, reason
+        self.maybe_conclude(run)
 
-    def maybe_commit(self, run: Run) -> None:
-        """Writes the COMMIT that the mover has decided, once nothing is in flight."""
+    def maybe_conclude(self, run: Run) -> None:
+        """Writes the outcome that the mover has decided, as soon as it may be written."""
         flip = run.flip
-        if flip is not None and flip.outcome is FlipOutcome.COMMITTED and self.may_commit(run):
-            self.append(CommitEntry(flip.entry.flip_id, flip.entry.target))
-            run.fence.move(run.fence.generation, Epoch(run.fence.epoch + 1))
-            run.kind, run.flipped_ns, run.num_abandoned_in_a_row = flip.entry.target, self.world.now_ns, 0
-            self._end_flip(run, flip)
-
-    def may_commit(self, run: Run) -> bool:
-        """Whether every step before the FLIP entry is answered."""
-        return run.batcher.is_parked
-
-    def _end_flip(self, run: Run, flip: PendingFlip) -> None:
-        run.flip = None
+        if flip is None or flip.outcome is None:
+            return
+        try:
+            entry = run.attempts.entry_for(flip.outcome, flip.reason, is_parked=run.log.is_parked)
+        except FlipBrokenError as error:
+            self.lose(run, str(error))
+            return
+        if entry is None:
+            return
         self.group.checks.on_thaw(run, flip)
-        run.attempted_ns = self.world.now_ns
-        self.thaw(run)
+        run.log.conclude(entry)
+        run.attempts.end()
+        run.flip, run.attempted_ns = None, self.world.now_ns
+        if isinstance(entry, CommitEntry):
+            run.flipped_ns = self.world.now_ns
         self.world.note(self.name, "thaw", run.kind.value, f"epoch {run.fence.epoch}")
         self.group.checks.census(run)
         self._pump(run)
@@ -316,10 +307,6 @@ class SchedulerProcess(Process):
     def _flip_again(self, run: Run) -> None:
         if self.run is run and self.group.router.num_open:
             self.trigger(run.kind.other, "again")
-
-    def thaw(self, run: Run) -> None:
-        """Serving goes on, under the layout now in force."""
-        run.batcher.thaw(self.group.layouts[run.kind])
 
     # The policy.
 
@@ -334,17 +321,18 @@ class SchedulerProcess(Process):
             queued_requests=load.queued_requests,
             since_flip_s=(now_ns - run.flipped_ns) / NS_PER_S,
             since_attempt_s=(now_ns - run.attempted_ns) / NS_PER_S,
-            abandoned_in_a_row=run.num_abandoned_in_a_row,
+            abandoned_in_a_row=run.attempts.abandoned_in_a_row,
             idle_s=0.0,
         )
-        self.group.ask_policy(signal)
+        self.group.ask_policy(signal, (run.fence.generation, run.fence.epoch))
         assert self.group.case.policy_ns is not None
         # Where nothing changes there is less and less to ask.
         run.signal_factor = 1 if load != run.signalled else min(2 * run.signal_factor, MAX_SIGNAL_FACTOR)
         run.signalled = load
         self.world.at(run.signal_factor * self.group.case.policy_ns, self, self._signal, run)
 
-    def on_advice(self, advice: Advice) -> None:
-        """The policy's answer."""
-        if self.run is not None and advice.layout is not self.run.kind:
+    def on_advice(self, advice: Advice, asked: tuple[Generation, Epoch]) -> None:
+        """The policy's answer to a signal under the fence `asked`."""
+        run = self.run
+        if run is not None and is_advice(advice.layout, asked, run.kind, (run.fence.generation, run.fence.epoch)):
             self.trigger(advice.layout, "policy")

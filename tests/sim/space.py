@@ -29,7 +29,7 @@ from services.core.flip_coordinator import CoordinatorState, FlipCoordinator
 from services.core.flip_participant import FlipParticipant, ParticipantState
 from services.core.ids import Epoch, FlipId, Generation, Rank, Sequence
 from services.core.step import AbandonEntry, CommitEntry, Entry, FlipEntry, LogEntry, ResetEntry
-from services.mover.attempts import decide_again
+from services.mover.coordination import decide_again
 from services.mover.early import EarlyEvents
 from services.mover.journal import Armed, Concluded, Entered, FlipKey, Record
 from tests.sim.mover import event_of

@@ -1,5 +1,6 @@
 """What the mover remembers: its journal over restarts, and its records of flips."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from flipmesh.worker.v1 import worker_service_pb2 as worker_pb
 from services.core.flip import FlipDeadlines, FlipOutcome, RankParked, RankPresent, RankVerified
 from services.core.ids import FlipId, Generation, Rank
 from services.mover import journal as journal_module
-from services.mover.attempts import Attempt, Group, decide_again
+from services.mover.attempts import Attempt
+from services.mover.coordination import Coordination, decide_again
 from services.mover.history import KEEP_FLIPS, History, settle
 from services.mover.journal import Armed, Concluded, Entered, FlipKey, Journal, Record
 
@@ -169,9 +171,11 @@ async def test_what_came_during_a_pause_counts_before_the_clock_that_ran_out_in_
         assert message.flip_id == 7
 
     history, journal = History(), Journal(tmp_path / "journal")
-    group = Group(1, FlipDeadlines(park_ns=0, presence_ns=10**12, data_plane_ns=10**12), told)
+    deadlines = FlipDeadlines(park_ns=0, presence_ns=10**12, data_plane_ns=10**12)
+    opened = Coordination(1, deadlines, journal).ask(KEY, time.monotonic_ns())
+    assert not isinstance(opened, Concluded)
     request = pb.RunFlipRequest(fence=FENCE, flip_id=7)
-    attempt = Attempt(request, history.open(KEY, request, 1, 0), group, journal)
+    attempt = Attempt(request, history.open(KEY, request, 1, 0), opened[0], told)
     for event in (RankParked(Rank(0)), RankPresent(Rank(0), 1, True, "", 0), RankVerified(Rank(0), 0, 0)):
         await attempt.hear(event)
     states = [response.state async for response in attempt.run()]

@@ -265,7 +265,7 @@ async def test_without_a_mover_ranks_that_may_have_met_end_with_their_generation
         monkeypatch.setattr(module, "MOVER_ABSENT_S", 0.2)
     async with flipping(tmp_path, log, ScriptedMover(STANDS)) as (group, router):
         assert group.loop.flips is not None
-        group.loop.flips.ranks_meet = True
+        group.loop.flips.attempts.ranks_meet = True
         result = await group.loop.flip(PP)
         assert result.outcome is None and "the generation ended" in result.reason
         assert "no mover for 0.2 s" in (await router.until("lost")).lost.reason
