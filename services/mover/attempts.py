@@ -14,7 +14,7 @@ from flipmesh.worker.v1 import worker_service_pb2
 from services.core.flip import CoordinatorEvent, DeadlineReached
 from services.core.flip_coordinator import CoordinatorState
 from services.mesh.codec.flip import command_to_proto, outcome_to_proto
-from services.mover.coordination import OpenAttempt
+from services.mover.coordination import Command, Opened
 from services.mover.history import settle
 
 MAX_EVENTS = 1024
@@ -34,12 +34,15 @@ Send = Callable[[worker_service_pb2.JoinFlipRequest], Awaitable[None]]
 class Attempt:
     """From the scheduler's request to the outcome."""
 
-    def __init__(self, request: pb.RunFlipRequest, record: pb.FlipRecord, opened: OpenAttempt, send: Send) -> None:
+    def __init__(self, request: pb.RunFlipRequest, record: pb.FlipRecord, opened: Opened, send: Send) -> None:
         self._request = request
         self._record = record
-        self._opened = opened
-        self._send = send
+        self._opened = opened.attempt
+        self._first = opened.commands
+        self._send_to_ranks = send
         self._events: asyncio.Queue[CoordinatorEvent] = asyncio.Queue(MAX_EVENTS)
+        for event in opened.early:
+            self._events.put_nowait(event)
 
     @property
     def has_ended(self) -> bool:
@@ -53,6 +56,7 @@ class Attempt:
     async def run(self) -> AsyncIterator[pb.RunFlipResponse]:
         """Yields progress, then the outcome."""
         yield self._response(_STATES[self._opened.state])
+        await self._send(self._first)
         while (concluded := self._opened.outcome) is None:
             before, event = self._opened.state, await self._next_event()
             if event is not None:
@@ -64,8 +68,7 @@ class Attempt:
         )
 
     async def _take(self, event: CoordinatorEvent) -> None:
-        for command in self._opened.on_event(event, time.monotonic_ns()):
-            await self._send(command_to_proto(command, self._request.fence, self._opened.key[1]))
+        await self._send(self._opened.on_event(event, time.monotonic_ns()))
         if (concluded := self._opened.outcome) is not None:
             settle(
                 self._record,
@@ -74,6 +77,10 @@ class Attempt:
                 bytes_moved=concluded.bytes_moved,
                 rows_moved=concluded.rows_moved,
             )
+
+    async def _send(self, commands: list[Command]) -> None:
+        for command in commands:
+            await self._send_to_ranks(command_to_proto(command, self._request.fence, self._opened.key[1]))
 
     async def _next_event(self) -> CoordinatorEvent | None:
         """The next thing that happens; None where nothing did for a beat."""

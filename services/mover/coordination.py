@@ -6,6 +6,7 @@ open is kept for the case that it is asked for. Never sends, waits, or reads a c
 the same code.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from services.core.flip import (
@@ -57,6 +58,15 @@ def decide_again(journal: Records, key: FlipKey) -> Concluded | None:
             return None
 
 
+def first_words(last: Record | None) -> list[Command]:
+    """What an attempt whose journal ends with `last` begins by saying: ENTER again, where it was said.
+
+    Ranks that have verified said so to the attempt before, which may have ended with its scheduler's stream alone: no
+    link of a rank has broken then, and nothing else would make them repeat it.
+    """
+    return [SendEnter(last.round)] if isinstance(last, Entered) else []
+
+
 class OpenAttempt:
     """One attempt that is coordinated."""
 
@@ -98,6 +108,15 @@ class OpenAttempt:
         return commands
 
 
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An attempt that is open from now on: what it says before it hears anything, and what it hears first."""
+
+    attempt: OpenAttempt
+    commands: list[Command]
+    early: list[CoordinatorEvent]
+
+
 class Coordination:
     """One attempt at a time, over one journal."""
 
@@ -113,24 +132,20 @@ class Coordination:
         self.attempt: OpenAttempt | None = None
         """The one that is open."""
 
-    def ask(self, key: FlipKey, now_ns: int) -> Concluded | tuple[OpenAttempt, list[CoordinatorEvent]]:
-        """What was decided, or the attempt that is open from now on and what it hears first.
-
-        Only while none is open.
-        """
+    def ask(self, key: FlipKey, now_ns: int) -> Concluded | Opened:
+        """What was decided, or the attempt that is open from now on; only while none is open."""
         assert self.attempt is None, "one attempt runs at a time"
         decided = decide_again(self._journal, key)
         if decided is not None:
             return decided
-        self.attempt = OpenAttempt(key, self._begin(key, now_ns), self._journal)
-        return self.attempt, self.early.take(key)
-
-    def _begin(self, key: FlipKey, now_ns: int) -> FlipCoordinator:
         last = self._journal.last(key)
         if isinstance(last, Entered):
-            return self._class.recovered(key[1], self._num_ranks, self._deadlines, now_ns, last.round)
-        self._journal.append(Armed(key))
-        return self._class(key[1], self._num_ranks, self._deadlines, now_ns)
+            coordinator = self._class.recovered(key[1], self._num_ranks, self._deadlines, now_ns, last.round)
+        else:
+            self._journal.append(Armed(key))
+            coordinator = self._class(key[1], self._num_ranks, self._deadlines, now_ns)
+        self.attempt = OpenAttempt(key, coordinator, self._journal)
+        return Opened(self.attempt, first_words(last), self.early.take(key))
 
     def is_heard(self, key: FlipKey, event: CoordinatorEvent) -> bool:
         """Whether what a rank says of `key` is for the open attempt; if not, it is kept."""

@@ -68,10 +68,10 @@ class Mover(MoverServiceServicer):
     ) -> AsyncIterator[pb.RunFlipResponse]:
         """One attempt to its outcome; asked again after a broken stream, it goes on or says what was decided."""
         key: FlipKey = (Generation(request.fence.generation), FlipId(request.flip_id))
-        if (opened := self._coordination.attempt) is not None:
+        if (other := self._coordination.attempt) is not None:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"flip {opened.key[1]} is open, asked for flip {key[1]}: one attempt runs at a time",
+                f"flip {other.key[1]} is open, asked for flip {key[1]}: one attempt runs at a time",
             )
         answer = self._coordination.ask(key, time.monotonic_ns())
         record = self._history.get(key) or self._history.open(key, request, self._num_ranks, time.time_ns())
@@ -81,19 +81,16 @@ class Mover(MoverServiceServicer):
                 self._count(record)
             yield pb.RunFlipResponse(flip_id=key[1], state=record.state, reason=record.reason)
             return
-        opened, early = answer
-        attempt = self._attempt = Attempt(request, record, opened, self.links.send)
+        attempt = self._attempt = Attempt(request, record, answer, self.links.send)
         self._log.info("flip-armed", flip=key[1], target=layout_name(request.target), entry=request.entry_sequence)
-        for event in early:
-            await attempt.hear(event)
         try:
             async for response in attempt.run():
                 if attempt.has_ended:
                     # Before it is said: the scheduler may ask for the next flip at once.
-                    self._close(opened, record)
+                    self._close(answer.attempt, record)
                 yield response
         finally:
-            self._close(opened, record)
+            self._close(answer.attempt, record)
 
     async def ReportCarry(  # noqa: N802 (the proto's name)
         self,

@@ -55,8 +55,9 @@ class Trigger:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`kind` is crash, stop, or unlink (the mover's stream to a rank breaks); `who` a process' name, `for_ns` how long.
+    """`kind` is crash, stop, unlink (the mover's stream to a rank breaks) or unask (the scheduler's to the mover does).
 
+    `who` is a process' name, `for_ns` how long.
     With a `moment` of a flip it waits, from `at_ns` on, for that moment to come, and happens shortly after it.
     """
 
@@ -231,8 +232,9 @@ def _faults(rng: Random, num_ranks: int, horizon_ns: int) -> tuple[Fault, ...]:
     ranks = [f"rank-{rank}" for rank in range(num_ranks)]
     faults = []
     for _ in range(rng.randint(1, 3)):
-        kind = rng.choice(("crash", "crash", "stop", "unlink", "unlink"))
+        kind = rng.choice(("crash", "crash", "stop", "unlink", "unlink", "unask"))
         who = rng.choice(ranks) if kind == "unlink" else rng.choice((*ranks, "mover", "mover", "scheduler"))
+        who = "mover" if kind == "unask" else who
         for_ns = rng.choice((1, 20, 900)) * MS if kind == "stop" else 0
         if kind == "crash" and who == "mover":
             for_ns = rng.choice((0, 0, 0, 400)) * MS

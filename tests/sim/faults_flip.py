@@ -27,9 +27,9 @@ from services.core.flip_coordinator import CoordinatorState, FlipCoordinator
 from services.core.flip_participant import FlipParticipant, ParticipantState
 from services.core.ids import Epoch, FlipId, Rank
 from services.core.step import AbandonEntry, CommitEntry, FlipEntry, LogEntry
-from services.mover.coordination import Coordination, Records
+from services.mover.coordination import Coordination, Opened, Records
 from services.mover.early import EarlyEvents
-from services.mover.journal import Entered, FlipKey, Record
+from services.mover.journal import Concluded, Entered, FlipKey, Record
 from services.scheduler.flip_attempts import FlipAttempts
 from services.scheduler.generation_log import GenerationLog
 from services.worker.rank_flips import RankFlips
@@ -162,6 +162,14 @@ class ForgetfulCoordination(Coordination):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.early = Nothing()
+
+
+class SilentCoordination(Coordination):
+    """An attempt that is recovered waits for what ranks have said to the one before."""
+
+    def ask(self, key: FlipKey, now_ns: int) -> Concluded | Opened:
+        answer = super().ask(key, now_ns)
+        return replace(answer, commands=[]) if isinstance(answer, Opened) else answer
 
 
 class TakesAll(EarlyEvents):

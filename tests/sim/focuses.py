@@ -72,6 +72,12 @@ def scheduler_dies_as_it_asks(case: Case) -> Case:
     )
 
 
+def the_question_breaks_after_enter(case: Case) -> Case:
+    """Some ranks have verified; no link of a rank breaks, and no process."""
+    faults = tuple(Fault(0, "unask", "mover", moment="verified") for _ in range(3))
+    return replace(case, faults=faults, eager_flips=3, odds=Odds(), control=(50 * US, 1500 * US))
+
+
 def mover_is_gone_after_enter(case: Case) -> Case:
     """It has told some ranks, which wait for the others inside the exchange, and nobody comes to tell those."""
     faults = (Fault(0, "crash", "mover", 900 * MS, "entered"),)

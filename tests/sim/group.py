@@ -161,6 +161,8 @@ class Group:
         elif fault.kind == "unlink":
             assert isinstance(process, RankProcess)
             self._unlink(process)
+        elif fault.kind == "unask":
+            self._unask()
         elif not process.is_stopped:
             process.stop()
             self.world.at(fault.for_ns, None, self._go_on, process, process.life)
@@ -290,10 +292,22 @@ class Group:
         rank.on_mover_lost(rank.mover)
         self.mover.on_rank_lost(rank.rank)
 
+    def _unask(self) -> None:
+        """The scheduler's stream to the mover breaks, and both live: what is on its way is lost, and it asks again."""
+        run, ask = self.scheduler.run, self.mover_ask
+        if ask is None or run is None or run.flip is None or run.flip.outcome is not None:
+            return
+        asks, answers = ask
+        asks.end(self.mover.on_scheduler_lost, answers)
+        answers.cut()
+        self.mover_ask = None
+        self.world.at(self.world.draw(self.case.control), self.scheduler, self.scheduler.ask_mover, run)
+
     def leave_mover(self, run: Run) -> None:
         """The generation that asked is over: its stream to the mover ends."""
         if self.mover_ask is not None and run.flip is not None:
-            self.mover_ask[0].end(self.mover.on_scheduler_lost, (run.fence.generation, run.flip.entry.flip_id))
+            asks, answers = self.mover_ask
+            asks.end(self.mover.on_scheduler_lost, answers)
         self.mover_ask = None
 
     def ask_mover(self, scheduler: SchedulerProcess, run: Run) -> None:

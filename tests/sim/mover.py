@@ -121,17 +121,18 @@ class MoverProcess(Process):
         if isinstance(answer, Concluded):
             answers.send("outcome", key[1], answer.outcome, answer.reason)
             return
-        attempt, early = answer
-        question = self._question = Question(attempt, answers)
-        self.world.note(self.name, "attempt", key[1], attempt.state.value)
+        question = self._question = Question(answer.attempt, answers)
+        self.world.note(self.name, "attempt", key[1], answer.attempt.state.value)
         self._set_clock(question)
-        for event in early:
+        for command in answer.commands:
+            self._send(key, command)
+        for event in answer.early:
             self._feed(question, event)
 
-    def on_scheduler_lost(self, key: FlipKey) -> None:
-        """Its stream has ended: nobody waits for this attempt any more."""
+    def on_scheduler_lost(self, answers: Channel) -> None:
+        """The stream that asked has ended: nobody waits for its attempt any more."""
         question = self._question
-        if question is not None and question.attempt.key == key:
+        if question is not None and question.answers is answers:
             self._close(question)
 
     def _close(self, question: Question) -> None:

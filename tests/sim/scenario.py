@@ -73,7 +73,7 @@ def parse(text: str) -> tuple[Case, int]:
                 asked.append(_asked(name, words))
             case ["flip", target, "at", at]:
                 triggers.append(Trigger(_ns(at), LayoutKind(target)))
-            case [("crash" | "stop" | "unlink") as what, who, *words]:
+            case [("crash" | "stop" | "unlink" | "unask") as what, who, *words]:
                 faults.append(_fault(what, who, words))
             case _:
                 raise ValueError(f"not a line of a scenario: {line!r}")

@@ -29,7 +29,7 @@ from services.core.flip_coordinator import CoordinatorState, FlipCoordinator
 from services.core.flip_participant import FlipParticipant, ParticipantState
 from services.core.ids import Epoch, FlipId, Generation, Rank, Sequence
 from services.core.step import AbandonEntry, CommitEntry, Entry, FlipEntry, LogEntry, ResetEntry
-from services.mover.coordination import decide_again
+from services.mover.coordination import decide_again, first_words
 from services.mover.early import EarlyEvents
 from services.mover.journal import Armed, Concluded, Entered, FlipKey, Record
 from tests.sim.mover import event_of
@@ -62,10 +62,12 @@ class Space:
         *,
         journals_enter: bool = True,
         early: type[EarlyEvents] = EarlyEvents,
+        says_enter_again: bool = True,
     ) -> None:
         self.scope = scope
         self._class = coordinator
         self._journals_enter, self._early = journals_enter, early
+        self._first_words = first_words if says_enter_again else lambda last: []
         self._interned = Interned()
         self._rank = RankMoves(participant, self._interned, has_hops=scope.has_hops)
         self._decide = lru_cache(None)(self._decide_uncached)
@@ -210,6 +212,8 @@ class Space:
         last = journal.last(key)
         if isinstance(last, Entered):
             mover = state.mover._replace(key=key, state=CoordinatorState.ENTERED, round=last.round)
+            for command in self._first_words(last):
+                state = tell(state, key, EnterReceived(key[1], command.round))
         else:
             journal.append(Armed(key))
             mover = state.mover._replace(key=key, journal=tuple(journal.records))
@@ -358,6 +362,9 @@ class Space:
             yield "mover dies", self._mover_dies(state, s)
             if s.question in ("sent", "open") or isinstance(s.question, FlipOutcome):
                 yield "mover dies, its word lost", self._mover_dies(state, s._replace(question="broken"))
+        if "unask" in kinds and s.question in ("sent", "open"):
+            left = self._leave(state)
+            yield "question broken", left._replace(scheduler=s._replace(question="broken"))
         if "absent" in kinds and s.is_pending and s.question in ("idle", "sent", "open"):
             yield "scheduler gives the mover up", self._conclude(self._leave(state), FlipOutcome.ABANDONED)
         for place, rank in enumerate(state.ranks):

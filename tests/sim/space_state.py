@@ -17,7 +17,7 @@ Key = tuple[int, ...]
 
 DEADLINES = FlipDeadlines(park_ns=1, presence_ns=1, data_plane_ns=1, max_rounds=2)
 
-ALL_CRASHES = frozenset({"rank", "mover", "scheduler", "unlink", "absent"})
+ALL_CRASHES = frozenset({"rank", "mover", "scheduler", "unlink", "unask", "absent"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,8 @@ class Scope:
     num_flips: int = 2
     num_crashes: int = 1
     crashes: frozenset[str] = frozenset({"rank", "mover", "scheduler"})
-    """Also "unlink", a rank's stream to the mover; "absent", a mover that is too slow for the scheduler."""
+    """Also "unlink" and "unask", streams to the mover of a rank and of the scheduler; "absent", a mover too slow for
+    the scheduler."""
     num_slips: int = 0
     slips: frozenset[str] = frozenset({"refused", "failed", "broken", "withdraw"})
     """What ranks may do of themselves."""

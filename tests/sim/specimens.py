@@ -34,6 +34,7 @@ from tests.sim.faults_flip import (
     LonelyQuorum,
     RebornNumbers,
     ReorderedScheduler,
+    SilentCoordination,
     StaleEpochLog,
     StaleExpiry,
     StaleQuorum,
@@ -56,6 +57,7 @@ from tests.sim.focuses import (
     scheduler_dies_as_flips_follow_each_other,
     scheduler_dies_as_it_asks,
     slow_stages,
+    the_question_breaks_after_enter,
     work_fails,
 )
 from tests.sim.group import SHIPPED, Parts
@@ -134,6 +136,13 @@ SPECIMENS = (
         mover=UnwrittenEnterMover,
     ),
     _specimen("early marks dropped", ("convergence",), coordination=ForgetfulCoordination),
+    _specimen(
+        "ENTER not said again",
+        ("convergence",),
+        the_question_breaks_after_enter,
+        says="not verified in time",
+        coordination=SilentCoordination,
+    ),
     _specimen(
         "later marks dropped by a late question",
         ("convergence",),

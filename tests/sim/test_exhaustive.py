@@ -90,6 +90,14 @@ def test_enter_that_is_not_journalled_is_met() -> None:
     assert found.violation is not None and found.violation.invariant == "journal, then speak", found.text()
 
 
+def test_a_recovered_attempt_that_does_not_say_enter_again_is_met() -> None:
+    """Ranks have verified to an attempt that ended with its scheduler's stream alone: nothing makes them repeat it."""
+    scope = Scope(num_ranks=2, num_flips=1, crashes=frozenset({"unask"}))
+    assert whole(scope).num_states > 500
+    found = explore(Space(scope, says_enter_again=False))
+    assert found.violation is not None and found.violation.invariant == "each flip ends", found.text()
+
+
 @pytest.mark.parametrize(("early", "num_flips"), [(Nothing, 1), (TakesAll, 2)])
 def test_early_events_that_are_forgotten_are_met(early: type[EarlyEvents], num_flips: int) -> None:
     found = explore(Space(Scope(num_ranks=2, num_flips=num_flips), early=early))

@@ -175,7 +175,7 @@ async def test_what_came_during_a_pause_counts_before_the_clock_that_ran_out_in_
     opened = Coordination(1, deadlines, journal).ask(KEY, time.monotonic_ns())
     assert not isinstance(opened, Concluded)
     request = pb.RunFlipRequest(fence=FENCE, flip_id=7)
-    attempt = Attempt(request, history.open(KEY, request, 1, 0), opened[0], told)
+    attempt = Attempt(request, history.open(KEY, request, 1, 0), opened, told)
     for event in (RankParked(Rank(0)), RankPresent(Rank(0), 1, True, "", 0), RankVerified(Rank(0), 0, 0)):
         await attempt.hear(event)
     states = [response.state async for response in attempt.run()]
