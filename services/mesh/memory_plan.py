@@ -177,6 +177,7 @@ def _machine_demand(asked: Asked, geometry: ModelGeometry, on_host: bool) -> Mac
         rank_context_bytes=WORKER_BYTES if on_host else CUDA_CONTEXT_BYTES,
         host_terms=tuple(terms),
         staging_bytes=0 if asked.mode is MemoryMode.SHARED else STAGING_BYTES,
+        cold_image=asked.group.cold_image,
     )
 
 

@@ -58,6 +58,8 @@ class MachineDemand:
     """Services, supervisors, the data plane's region, what others hold."""
     staging_bytes: int = 0
     """Per rank, for bytes in flight: `exchange` and rows that move."""
+    cold_image: bool = False
+    """In `image` mode: whether the image that is not needed next lies on disk, so that one takes memory at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ def make_ledger(model: ModelDemand, machine: MachineDemand, *, on_host: bool = T
         weights = [_OwnWeights()] * num_ranks
     else:
         shared = ()
-        weights = list(_private_weights(model, machine.mode))
+        weights = list(_private_weights(model, machine))
     charged = -(-sum(term.num_bytes for term in shared) // num_ranks)
     accounts = []
     images: list[Term] = []
@@ -108,18 +110,23 @@ def _shared_terms(model: ModelDemand) -> tuple[Term, ...]:
     return (Term("weights, mapped by all ranks", model.file_bytes), *expanded)
 
 
-def _private_weights(model: ModelDemand, mode: MemoryMode) -> Iterator[_OwnWeights]:
+def _private_weights(model: ModelDemand, machine: MachineDemand) -> Iterator[_OwnWeights]:
     by_name = {tensor.name: tensor for tensor in model.tensors}
     shards = {kind: held_shards(layout, model.units, model.tensors) for kind, layout in model.layouts.items()}
     for rank, (pp, tp) in enumerate(zip(shards[LayoutKind.PP], shards[LayoutKind.TP], strict=True)):
         pp_bytes, tp_bytes = _shard_bytes(pp, by_name), _shard_bytes(tp, by_name)
-        if mode is MemoryMode.DUAL:
+        if machine.mode is MemoryMode.DUAL:
             beside = tp_bytes - _overlap_bytes(pp, tp, by_name)
             yield _OwnWeights((Term("weights in pp", pp_bytes), Term("weights in tp, not in pp", beside)))
             continue
-        images = (Term(f"image of pp, rank {rank}", pp_bytes), Term(f"image of tp, rank {rank}", tp_bytes))
+        images: tuple[Term, ...] = (
+            Term(f"image of pp, rank {rank}", pp_bytes),
+            Term(f"image of tp, rank {rank}", tp_bytes),
+        )
+        if machine.cold_image:
+            images = (Term(f"image of pp or tp, rank {rank}", max(pp_bytes, tp_bytes)),)
         arena = Term("weights arena, the larger layout", max(pp_bytes, tp_bytes))
-        yield _OwnWeights((arena,), images if mode is MemoryMode.IMAGE else ())
+        yield _OwnWeights((arena,), images if machine.mode is MemoryMode.IMAGE else ())
 
 
 def _shard_bytes(shards: Sequence[TensorShard], by_name: Mapping[str, CanonicalTensor]) -> int:

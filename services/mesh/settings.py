@@ -39,7 +39,8 @@ class GroupSettings:
 
     num_ranks: int = ranged(2, 1, 1024)
     layout: LayoutKind = LayoutKind.TP
-    mode: Literal["shared", "dual", "exchange"] = "shared"
+    mode: Literal["shared", "dual", "exchange", "image"] = "shared"
+    cold_image: bool = False
     carrier: Literal["shm", "gloo"] = "shm"
     gloo_rendezvous: str = "127.0.0.1:0"
     device: Literal["cpu"] = "cpu"
@@ -65,6 +66,11 @@ class GroupSettings:
                     f"group.{name} has {len(shares)} entries and group.num_ranks is {self.num_ranks}: "
                     f"give one entry for each rank, or leave {name} out"
                 )
+        if self.cold_image and self.mode != "image":
+            yield (
+                f'group.cold_image = true and group.mode = "{self.mode}": only images can lie on disk; '
+                'set mode = "image", or leave cold_image out'
+            )
         if self.tp_weights is not None and min(self.tp_weights, default=1.0) <= 0.0:
             yield (
                 f"group.tp_weights = {list(self.tp_weights)} has a share that is not above 0: "

@@ -1,7 +1,8 @@
 """Where a process keeps what others find it by: sockets, published addresses, logs, records.
 
-One state directory for each deployment: `run/` (0700, gone after a clean end save for lock files) and `log/` (kept,
-bounded). Names are made here and nowhere else. Standard library only; nothing named lives outside this directory.
+One state directory for each deployment: `run/` (0700, gone after a clean end save for lock files), `log/` (kept,
+bounded) and, where weights may go to disk, `images/` (kept: the next start need not write them). Names are made here
+and nowhere else. Standard library only; nothing named lives outside this directory.
 """
 
 from __future__ import annotations
@@ -45,10 +46,16 @@ class StatePaths:
         Raises `ConfigurationError` if the system refuses.
         """
         for directory in (self.root, self.run, self.log):
-            try:
-                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigurationError(f"state.dir: {directory} cannot be made ({error.strerror})") from error
+            _make_private(directory)
+
+    def create_images(self) -> Path:
+        """Where weights may lie that are not needed next, one file for each rank and layout: made if it is not there.
+
+        Raises `ConfigurationError` if the system refuses.
+        """
+        images = self.root / "images"
+        _make_private(images)
+        return images
 
     def socket(self, service: str, rank: int | None = None) -> Path:
         """Where the process serves gRPC."""
@@ -87,6 +94,13 @@ class StatePaths:
             name, _, rank = path.stem.partition("-")
             if path.suffix in PUBLISHED_SUFFIXES and name == service and (rank == "" or rank.isdecimal()):
                 yield path
+
+
+def _make_private(directory: Path) -> None:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"state.dir: {directory} cannot be made ({error.strerror})") from error
 
 
 def write_atomically(path: Path, text: str) -> None:

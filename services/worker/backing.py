@@ -201,6 +201,10 @@ class Backing:
             raise BackingError(f"{self.name}: bytes [{begin}, {end}) are not within its {self.num_bytes}")
 
 
+MakeBacking = Callable[[str, int], Backing]
+"""A named range of so many bytes, without memory yet."""
+
+
 def whole_pieces(num_bytes: int, piece_bytes: int) -> int:
     """`num_bytes` rounded up to whole pieces; at least one, since a range cannot be empty."""
     return max(-(-num_bytes // piece_bytes), 1) * piece_bytes

@@ -25,7 +25,9 @@ from services.mesh.host_memory import HostMemoryReader
 from services.mesh.layouts import both_layouts, cut_within_blocks, shard_units
 from services.mesh.model_files import ModelFiles, open_model
 from services.mesh.settings import Settings
+from services.mesh.state_paths import StatePaths
 from services.worker.backing import BackingError
+from services.worker.cold_image import ColdImageError
 from services.worker.collectives import Carrier, ShmCarrier
 from services.worker.ledger_report import priced
 from services.worker.private.pool_pair import least_message_bytes
@@ -110,9 +112,10 @@ def rank_memory(
     bounds = MoveBounds(min(MAX_CHUNK_BYTES, message_bytes), settings.deadlines.collective_s)
     try:
         if group.mode != "shared":
-            spec = PrivateSpec(group.mode, group.layout, bounds, free_memory_bytes)
+            cold = StatePaths(settings.state.dir).create_images() if group.cold_image else None
+            spec = PrivateSpec(group.mode, group.layout, bounds, free_memory_bytes, cold_directory=cold)
             return private_memory(files, layouts, carrier, spec), 0
-    except (LayoutError, BackingError) as error:
+    except (LayoutError, BackingError, ColdImageError) as error:
         raise ConfigurationError(f"[group] does not fit this model or this host: {error}") from error
     cut = cut_within_blocks(geometry, files.tensors, layouts.values())
     store = WeightStore(files, fds["weights"], cut)

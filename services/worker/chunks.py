@@ -3,13 +3,12 @@
 The function that adds up a chunk is given: it belongs to the device that holds the bytes. Nothing here copies.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import numpy as np
+from torch import Tensor
+
+from kernels.checksum import checksum
 
 Checksum = Callable[[memoryview], int]
 """64 bits over a chunk; the same bytes give the same value on every device."""
@@ -21,6 +20,11 @@ CHUNK_BYTES = 16 << 20
 def host_bytes(flat: Tensor) -> memoryview:
     """The memory of a contiguous uint8 tensor of the host, writable, not copied."""
     return flat.numpy().data
+
+
+def host_checksum(view: memoryview) -> int:
+    """The checksum that moved bytes have everywhere, of host memory."""
+    return checksum((np.frombuffer(view, np.uint8).ctypes.data, len(view))) if len(view) else 0
 
 
 def chunk_ranges(num_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int, int]]:

@@ -72,7 +72,7 @@ class WeightStore:
         self._files = files
         self.file_bytes = sum(len(buffer) for buffer in files.buffers)
         places = {name: files.tensors[name] for name in sorted(cut_within_blocks)}
-        self._expanded = ExpandedTensors(weights_fd, _identity(files), places) if places else None
+        self._expanded = ExpandedTensors(weights_fd, files_identity(files), places) if places else None
 
     @property
     def expanded_bytes(self) -> int:
@@ -115,7 +115,7 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def _identity(files: ModelFiles) -> bytes:
+def files_identity(files: ModelFiles) -> bytes:
     """Of the very bytes that were expanded: the model's digest does not see weights, so files' own stamps are added."""
     digest = hashlib.blake2b(files.digest.encode(), digest_size=IDENTITY_BYTES)
     for path in files.paths:

@@ -105,6 +105,41 @@ async def test_answers_hold_while_weights_move_as_well(
             reported(records)
 
 
+async def test_answers_hold_while_weights_come_from_images(tmp_path: Path, control: list[Heard]) -> None:
+    """One image a rank is in memory, the other one on disk; only rows cross between ranks."""
+    group = {"mode": "image", "cold_image": True}
+    with started(tmp_path, group=group, policy={"mode": "manual"}) as mesh:
+        async with bench_of(mesh) as bench:
+            async with bench.streaming(ASKS, 16) as load:
+                committed = await flip_until_ended(bench, load)
+            hold_answers(control, load.heard)
+            records = [await bench.record(flip_id) for flip_id in committed]
+            assert {record.target for record in records} == {layout_to_proto(PP), layout_to_proto(TP)}
+            for record in records:
+                assert record.bytes_moved == record.num_live_blocks * 15 * 3 * HEAD_BLOCK_BYTES
+            reported(records)
+    images = [path.name for path in (tmp_path / "state" / "images").iterdir() if path.suffix == ".image"]
+    assert sorted(images) == [f"worker-{rank}-{kind}.image" for rank in (0, 1) for kind in ("pp", "tp")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_a_rank_killed_between_flips_reads_its_images_again(tmp_path: Path, control: list[Heard]) -> None:
+    group = {"mode": "image", "cold_image": True, "num_ranks": 3, "pp_layers": [8, 12, 10]}
+    with started(tmp_path, group=group, policy={"mode": "manual"}) as mesh:
+        async with bench_of(mesh) as bench:
+            async with bench.streaming(ASKS, 16) as load:
+                assert (await bench.flip(PP)).committed
+                pid = await bench.pid("worker", Rank(2))
+                os.kill(pid, signal.SIGKILL)
+                await bench.until_reborn("worker", pid, Rank(2))
+            hold_answers(control, load.heard)
+            await asyncio.to_thread(mesh.wait_ready)
+            async with bench.streaming(ASKS, 16) as load:
+                assert await flip_until_ended(bench, load)
+            hold_answers(control, load.heard)
+
+
 async def test_a_rank_killed_between_flips_costs_no_stream(tmp_path: Path, control: list[Heard]) -> None:
     """Weights that have moved are gone with the rank: the next generation loads its own and flips as well."""
     with started(tmp_path, group={"mode": "exchange"}, policy={"mode": "manual"}) as mesh:

@@ -13,6 +13,7 @@ from services.core.step import AbandonEntry, CommitEntry, FlipEntry
 from services.worker.participation import FlipAnswer, Parked, Worked, WorkLost
 from services.worker.private.dual_memory import DualMemory
 from services.worker.private.exchange_memory import ExchangeMemory
+from services.worker.private.image_memory import ImageMemory
 from services.worker.private.layout_pool import LayoutPool
 from services.worker.private.pool_pair import PoolPair
 from tests.unit.rank_threads import DEADLINE_S, Group
@@ -34,7 +35,7 @@ def runs(*pairs: tuple[int, int]) -> BlockRuns:
 
 def rows_of(group: Group, rank: int) -> PoolPair:
     memory = group.ranks[rank].runner._memory
-    assert isinstance(memory, DualMemory | ExchangeMemory)
+    assert isinstance(memory, DualMemory | ExchangeMemory | ImageMemory)
     return memory._rows
 
 

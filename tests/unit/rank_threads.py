@@ -2,10 +2,11 @@
 
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 from torch import Tensor
@@ -78,8 +79,12 @@ def group_of(
     tp_weights: Sequence[float] | None = None,
     limits: RunnerLimits = LIMITS,
     mode: Literal["shared"] | PrivateMode = "shared",
+    keeps: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Group]:
-    """Runners of one group, ready for RESET; all threads have ended on the way out."""
+    """Runners of one group, ready for RESET; all threads have ended on the way out.
+
+    `keeps`: fields of PrivateSpec that are not as tests have them by default.
+    """
     units = shard_units(files.geometry, files.tensors)
     layouts = both_layouts(units, num_ranks, pp_layers, tp_weights)
     cut = cut_within_blocks(files.geometry, files.tensors, layouts.values())
@@ -97,7 +102,7 @@ def group_of(
         if mode != "shared":
             bounds = MoveBounds(CHUNK_BYTES, limits.deadline_s)
             spec = PrivateSpec(mode, LayoutKind.PP, bounds, lambda: 1 << 40, 4096)
-            memory = private_memory(files, layouts, carriers[-1], spec)
+            memory = private_memory(files, layouts, carriers[-1], replace(spec, **keeps))
             owned.append(memory)
         else:
             store = WeightStore(files, weights_fd, cut)

@@ -1,7 +1,7 @@
-"""Images of two layouts in memory and on disk, and an arena that is refilled from them."""
+"""Images of two layouts in memory and on disk: each whole and known, wherever it is, or had back from the files."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,32 +9,17 @@ import torch
 
 from services.core.ids import LayoutKind
 from services.worker.backing import MissingMemoryError
-from services.worker.chunks import chunk_checksums
+from services.worker.chunks import chunk_checksums, host_checksum
 from services.worker.cold_image import ColdForm, ColdImage, OnPart
-from services.worker.images import (
-    ImageBrokenError,
-    ImageBusyError,
-    ImageNotFilledError,
-    ImageState,
-    PromotionUnfinishedError,
-    WeightImage,
-)
-from services.worker.refill import ImageRefill, ImagesLostError, Refilled, Restored
+from services.worker.image_pair import ImagePair
+from services.worker.images import ImageBrokenError, ImageError, ImageState, ImageStateError, WeightImage
 from tests.unit.memory_stand import PIECE, Device, checksum, random_bytes
 
 PP, TP = LayoutKind.PP, LayoutKind.TP
 CHUNK = 32 << 10
 SIZES = {PP: 5 * CHUNK + 300, TP: 4 * CHUNK}
-BYTES = {kind: random_bytes(size, seed) for seed, (kind, size) in enumerate(SIZES.items())}
 EXTENT = {PP: 3 * PIECE, TP: 2 * PIECE}
 WAIT_S = 60.0
-
-
-def writer_of(content: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    def write(flat: torch.Tensor) -> None:
-        flat.copy_(content)
-
-    return write
 
 
 class Gate:
@@ -55,48 +40,49 @@ class Gate:
 
 
 class Stand:
-    def __init__(self, directory: Path, device: Device) -> None:
-        self.device, self.gate = device, Gate()
-        self.forms = {kind: ColdForm(bytes(32), size, CHUNK, self.gate) for kind, size in SIZES.items()}
-        self.images = {
-            kind: WeightImage(
-                f"{kind.name} image",
-                device.range(kind.name, size),
-                size,
-                self.gate,
-                ColdImage(directory / f"{kind.value}.cold", self.forms[kind]),
-                CHUNK,
-            )
-            for kind, size in SIZES.items()
-        }
-        arena = device.range("arena", max(SIZES.values()))
-        arena.back(0, arena.num_bytes)
-        self.arena = arena.flat
-        self.refill = ImageRefill(self.arena, self.images, PP, self.gate)
+    """Two images, the files that they are loaded from, and the arena's copy."""
 
-    def fill(self) -> None:
-        for kind, image in self.images.items():
-            image.fill(writer_of(BYTES[kind]))
-        self.arena[: SIZES[PP]].copy_(BYTES[PP])
+    def __init__(self, directory: Path | None, device: Device) -> None:
+        self.device, self.gate = device, Gate()
+        self.files = {kind: random_bytes(size, seed) for seed, (kind, size) in enumerate(SIZES.items())}
+        self.num_loads = dict.fromkeys(SIZES, 0)
+        self.forms = {kind: ColdForm(bytes(32), size, CHUNK, self.gate) for kind, size in SIZES.items()}
+        self.images = {kind: self._image(kind, directory) for kind in SIZES}
+        self.pair = ImagePair(self.images)
+        self.taken: torch.Tensor | None = None
+
+    def _image(self, kind: LayoutKind, directory: Path | None) -> WeightImage:
+        cold = None if directory is None else ColdImage(directory / f"{kind.value}.cold", self.forms[kind])
+        backing = self.device.range(kind.name, SIZES[kind])
+
+        def load(flat: torch.Tensor) -> None:
+            self.num_loads[kind] += 1
+            flat.copy_(self.files[kind])
+
+        return WeightImage(f"{kind.name} image", backing, SIZES[kind], load, self.gate, cold, CHUNK)
+
+    def take(self, image: WeightImage) -> None:
+        self.taken = image.flat.clone()
 
     def holds(self, kind: LayoutKind) -> bool:
-        return torch.equal(self.arena[: SIZES[kind]], BYTES[kind])
+        return torch.equal(self.images[kind].flat, self.files[kind])
+
+    def close(self) -> None:
+        self.gate.open.set()
+        self.pair.close()
 
 
 @pytest.fixture
 def stand(tmp_path: Path) -> Iterator[Stand]:
     stand = Stand(tmp_path, Device(1 << 30))
-    stand.fill()
     yield stand
-    stand.gate.open.set()
-    for image in stand.images.values():
-        image.close()
+    stand.close()
 
 
 def spilled(stand: Stand, kind: LayoutKind) -> WeightImage:
     image = stand.images[kind]
+    image.load()
     image.spill()
-    assert image.settle(WAIT_S)
     assert image.state is ImageState.COLD, image.kept_reason
     return image
 
@@ -109,161 +95,147 @@ def corrupt(path: Path, place: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-def test_a_refill_is_copied_verified_and_goes_both_ways(stand: Stand) -> None:
-    address = stand.arena.data_ptr()
-    for to in (TP, PP, TP):
-        outcome = stand.refill.refill(to, 0, 0)
-        assert isinstance(outcome, Refilled) and (outcome.layout, outcome.num_bytes) == (to, SIZES[to])
-        assert stand.refill.active is to and stand.holds(to)
-    assert stand.arena.data_ptr() == address
-    with pytest.raises(ImageNotFilledError, match="holds TP already"):
-        stand.refill.refill(TP, 0, 0)
+def path_of(stand: Stand, kind: LayoutKind) -> Path:
+    cold = stand.images[kind]._cold
+    assert cold is not None
+    return cold.path
 
 
-def test_images_take_memory_when_they_are_filled_and_once(tmp_path: Path) -> None:
-    stand = Stand(tmp_path, Device(1 << 30))
-    before = stand.device.free()
-    assert stand.refill.obstacle(TP) == "PP image is EMPTY: load the PP layout again"
-    with pytest.raises(ImageNotFilledError, match="TP image is EMPTY"):
-        stand.refill.refill(TP, 0, 0)
-
-    def broken(flat: torch.Tensor) -> None:
-        raise RuntimeError("the file is cut short")
-
-    with pytest.raises(RuntimeError, match="cut short"):
-        stand.images[PP].fill(broken)
-    assert stand.device.free() == before and stand.images[PP].state is ImageState.EMPTY
-    stand.fill()
-    assert before - stand.device.free() == sum(EXTENT.values())
-    assert stand.images[PP].checksums == tuple(checksum(c.numpy().data) for c in BYTES[PP].split(CHUNK))
-    assert stand.refill.obstacle(TP) is None
-    with pytest.raises(ImageNotFilledError, match="filled once"):
-        stand.images[PP].fill(writer_of(BYTES[PP]))
+def test_the_checksum_is_that_of_what_moves() -> None:
+    content = random_bytes(CHUNK + 5, 9)
+    assert host_checksum(content.numpy().data) != host_checksum(content[1:].numpy().data)
+    assert host_checksum(memoryview(b"")) == 0
 
 
-def test_a_wrong_byte_in_the_wanted_image_leaves_the_active_layout(stand: Stand) -> None:
-    """RESTORED: the arena was overwritten by then."""
-    stand.images[TP].flat[2 * CHUNK + 5] ^= 1
-    outcome = stand.refill.refill(TP, 0, 0)
-    assert isinstance(outcome, Restored)
-    assert (outcome.layout, outcome.wanted, outcome.chunk, outcome.is_image_bad) == (PP, TP, 2, True)
-    assert "TP image: chunk 2 of 4" in outcome.reason and "load the layout again" in outcome.reason
-    assert stand.refill.active is PP and stand.holds(PP)
-
-
-def test_a_wrong_copy_of_a_right_image_leaves_the_active_layout(stand: Stand) -> None:
-    """The device's own checksum differs although the image has not changed."""
-    calls = 0
-
-    def once_wrong(view: memoryview) -> int:
-        nonlocal calls
-        calls += 1
-        return checksum(view) ^ (calls == 3)
-
-    refill = ImageRefill(stand.arena, stand.images, PP, once_wrong)
-    outcome = refill.refill(TP, 0, 0)
-    assert isinstance(outcome, Restored) and (outcome.chunk, outcome.is_image_bad) == (2, False)
-    assert refill.active is PP and stand.holds(PP)
-    assert isinstance(refill.refill(TP, 0, 0), Refilled)
-
-
-def test_where_both_images_are_bad_the_generation_ends(stand: Stand) -> None:
-    stand.images[TP].flat[0] ^= 1
-    stand.images[PP].flat[SIZES[PP] - 1] ^= 1
-    with pytest.raises(ImagesLostError, match="PP image: chunk 5 is not what was loaded either"):
-        stand.refill.refill(TP, 0, 0)
+def test_an_image_takes_memory_when_it_is_loaded_and_once(stand: Stand) -> None:
+    before, image = stand.device.free(), stand.images[PP]
+    stand.files[PP] = stand.files[PP][1:]
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        image.load()
+    assert stand.device.free() == before and image.state is ImageState.EMPTY
+    stand.files[PP] = random_bytes(SIZES[PP], 0)
+    image.load()
+    assert before - stand.device.free() == EXTENT[PP] and stand.holds(PP)
+    assert image.checksums == tuple(checksum(c.numpy().data) for c in stand.files[PP].split(CHUNK))
+    with pytest.raises(ImageStateError, match="loaded once"):
+        image.load()
 
 
 def test_a_spilled_image_is_on_disk_and_not_in_memory(stand: Stand) -> None:
     before = stand.device.free()
     image = spilled(stand, TP)
-    assert stand.device.free() - before == EXTENT[TP]
-    assert stand.refill.obstacle(TP) == "TP image is COLD: promote it and wait before a flip to TP"
-    assert stand.refill.obstacle(PP) is None
+    assert stand.device.free() == before
     image.promote()
     image.promote()
-    assert image.settle(WAIT_S) and image.state is ImageState.READY
-    assert stand.device.free() == before and torch.equal(image.flat, BYTES[TP])
-    assert isinstance(stand.refill.refill(TP, 0, 0), Refilled) and stand.holds(TP)
+    assert before - stand.device.free() == EXTENT[TP] and stand.holds(TP) and image.is_right()
+    assert stand.num_loads[TP] == 1 and image.lost_reason is None
 
 
-def test_a_cold_image_is_waited_for(stand: Stand) -> None:
-    spilled(stand, TP)
-    assert isinstance(stand.refill.refill(TP, WAIT_S, 0), Refilled)
-    assert stand.holds(TP)
-
-
-def test_a_promotion_that_is_not_finished_is_named_and_goes_on(stand: Stand) -> None:
-    image = spilled(stand, TP)
-    stand.gate.shut()
-    image.promote()
-    assert stand.gate.reached.wait(WAIT_S)
-    assert stand.refill.obstacle(TP) == "TP image is PROMOTING: promote it and wait before a flip to TP"
-    with pytest.raises(
-        PromotionUnfinishedError, match=f"TP image: .* of {SIZES[TP]} bytes .* abandon this flip"
-    ) as error:
-        stand.refill.refill(TP, 0.01, 0)
-    assert error.value.done_bytes < error.value.num_bytes == SIZES[TP]
-    assert stand.holds(PP) and stand.refill.active is PP
-    stand.gate.open.set()
-    assert isinstance(stand.refill.refill(TP, WAIT_S, 0), Refilled)
-
-
-def test_a_spill_stops_where_its_image_is_needed_after_all(stand: Stand) -> None:
-    """The spill is held in its read-back; the flip back comes."""
-    image = stand.images[TP]
-    stand.gate.shut()
-    image.spill()
-    assert stand.gate.reached.wait(WAIT_S)
-    assert image.state is ImageState.SPILLING
-    assert stand.refill.obstacle(TP) is None, "its bytes are in memory"
-    with pytest.raises(ImageBusyError, match=r"has not stopped within 0.01 s"):
-        stand.refill.refill(TP, 0.01, 0)
-    assert stand.holds(PP)
-    stand.gate.open.set()
-    assert isinstance(stand.refill.refill(TP, WAIT_S, 0), Refilled)
-    assert image.state is ImageState.READY and image.kept_reason == "needed again before it was written"
-
-
-def test_the_active_image_may_be_cold_and_still_restores(stand: Stand) -> None:
-    spilled(stand, PP)
-    stand.images[TP].flat[9] ^= 1
-    outcome = stand.refill.refill(TP, 0, WAIT_S)
-    assert isinstance(outcome, Restored) and stand.holds(PP)
-
-
-def test_a_restore_that_would_take_too_long_ends_the_generation(stand: Stand) -> None:
-    image = spilled(stand, PP)
-    corrupt(image._cold.path, stand.forms[PP].image_offset)
-    stand.images[TP].flat[9] ^= 1
-    with pytest.raises(ImagesLostError, match=r"PP cannot be had back: .*chunk 0 of 6"):
-        stand.refill.refill(TP, 0, WAIT_S)
-
-
-def test_a_file_that_went_bad_is_refused_and_the_layout_can_be_loaded_again(stand: Stand) -> None:
+def test_at_start_one_image_is_in_memory_at_a_time(stand: Stand) -> None:
     before = stand.device.free()
-    image = spilled(stand, TP)
-    corrupt(image._cold.path, stand.forms[TP].image_offset + CHUNK)
-    with pytest.raises(ImageBrokenError, match=r"TP image cannot be read back: .*chunk 1 of 4"):
-        stand.refill.refill(TP, WAIT_S, 0)
-    assert stand.holds(PP) and stand.device.free() - before == EXTENT[TP]
-    assert stand.refill.obstacle(TP) == "TP image is BROKEN: load the TP layout again"
-    with pytest.raises(ImageNotFilledError, match="is BROKEN"):
-        image.spill()
-    with pytest.raises(ImageNotFilledError, match="is BROKEN"):
-        image.promote()
-    image.fill(writer_of(BYTES[TP]))
-    spilled(stand, TP)
-    assert isinstance(stand.refill.refill(TP, WAIT_S, 0), Refilled), "the bad file was not taken for the good one"
+    stand.device.peak_bytes = 0
+    stand.pair.load(PP, stand.take)
+    assert stand.taken is not None and torch.equal(stand.taken, stand.files[PP])
+    assert (stand.images[PP].state, stand.images[TP].state) == (ImageState.COLD, ImageState.READY)
+    assert before - stand.device.free() == EXTENT[TP] and stand.device.peak_bytes <= max(EXTENT.values())
+
+
+def test_after_a_flip_the_images_change_places(stand: Stand) -> None:
+    stand.pair.load(PP, stand.take)
+    stand.device.peak_bytes = 0
+    for kind in (TP, PP, TP):
+        assert stand.pair.obstacle(kind, WAIT_S) is None and stand.holds(kind)
+        stand.pair.need_next(kind.other)
+        assert stand.pair.obstacle(kind.other, WAIT_S) is None
+        assert stand.images[kind].state is ImageState.COLD
+    assert stand.device.peak_bytes <= max(EXTENT.values()), "one goes before the other comes"
+    assert stand.num_loads == {PP: 1, TP: 1}
+
+
+def test_without_a_directory_both_stay_in_memory() -> None:
+    stand = Stand(None, Device(1 << 30))
+    stand.pair.load(PP, stand.take)
+    for kind in (TP, PP):
+        stand.pair.need_next(kind)
+        assert stand.pair.obstacle(kind, 0) is None and stand.holds(kind)
+    with pytest.raises(ImageStateError, match="no directory for cold images"):
+        stand.images[PP].spill()
+    stand.close()
+
+
+def test_a_promotion_that_is_not_finished_is_named_with_numbers_and_goes_on(stand: Stand) -> None:
+    stand.pair.load(PP, stand.take)
+    stand.gate.shut()
+    stand.pair.need_next(PP)
+    assert stand.gate.reached.wait(WAIT_S)
+    refusal = stand.pair.obstacle(PP, 0.01)
+    assert refusal is not None and f"of {SIZES[PP]} bytes" in refusal and "can be tried again" in refusal
+    stand.pair.need_next(PP)
+    stand.gate.open.set()
+    assert stand.pair.obstacle(PP, WAIT_S) is None and stand.holds(PP)
+
+
+@pytest.mark.parametrize("harm", ["torn", "corrupt", "absent", "another"])
+def test_a_file_that_went_bad_costs_only_time(stand: Stand, harm: str) -> None:
+    """The layout is loaded from the model's files again, and the file is written anew when it is next needed."""
+    stand.pair.load(PP, stand.take)
+    path = path_of(stand, PP)
+    if harm == "torn":
+        path.write_bytes(path.read_bytes()[: stand.forms[PP].image_offset + 5])
+    elif harm == "corrupt":
+        corrupt(path, stand.forms[PP].image_offset + CHUNK)
+    elif harm == "absent":
+        path.unlink()
+    else:
+        other = stand.files[PP].flip(0).clone()
+        stand.images[PP]._cold.write(other.numpy().data, chunk_checksums(other, checksum, CHUNK))  # type: ignore[union-attr]
+    stand.pair.need_next(PP)
+    assert stand.pair.obstacle(PP, WAIT_S) is None and stand.holds(PP)
+    assert stand.num_loads[PP] == 2 and stand.images[PP].lost_reason is not None
+    stand.pair.need_next(TP)
+    assert stand.pair.obstacle(TP, WAIT_S) is None
+    stand.pair.need_next(PP)
+    assert stand.pair.obstacle(PP, WAIT_S) is None and stand.holds(PP)
+    assert stand.num_loads[PP] == 2, "the second time the file was right"
+
+
+def test_files_of_the_model_that_changed_are_not_taken(stand: Stand) -> None:
+    stand.pair.load(PP, stand.take)
+    path_of(stand, PP).unlink()
+    stand.files[PP] = stand.files[PP].flip(0).clone()
+    stand.pair.need_next(PP)
+    refusal = stand.pair.obstacle(PP, WAIT_S)
+    assert refusal is not None and "PP image is BROKEN" in refusal and "other bytes than at start" in refusal
+    with pytest.raises(ImageBrokenError, match="other bytes than at start"):
+        stand.pair.had(PP)
+    stand.files[PP] = random_bytes(SIZES[PP], 0)
+    assert stand.pair.had(PP).is_right(), "put back, they are"
+
+
+def test_what_changed_in_memory_is_loaded_again(stand: Stand) -> None:
+    image = stand.images[TP]
+    image.load()
+    image.flat[5] ^= 1
+    assert not image.is_right()
+    image.discard("a test")
+    assert image.state is ImageState.BROKEN and stand.device.free() == 1 << 30
+    image.promote()
+    assert image.is_right() and image.lost_reason == "a test"
 
 
 def test_a_full_disk_keeps_the_image_in_memory_and_says_so(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.worker.cold_image._free_bytes", lambda directory: 1000)
-    image = stand.images[TP]
-    image.spill()
-    assert image.settle(WAIT_S) and image.state is ImageState.READY
+    stand.pair.load(PP, stand.take)
+    image = stand.images[PP]
+    assert image.state is ImageState.READY
     assert image.kept_reason is not None and "1000 are free on its disk: the image stays in memory" in image.kept_reason
-    assert isinstance(stand.refill.refill(TP, 0, 0), Refilled)
+    for kind in (TP, PP):
+        stand.pair.need_next(kind)
+        assert stand.pair.obstacle(kind, WAIT_S) is None and stand.holds(kind)
+    monkeypatch.undo()
+    stand.pair.need_next(TP)
+    assert stand.pair.obstacle(TP, WAIT_S) is None
+    assert image.state is ImageState.COLD and image.kept_reason is None, "with room again it goes"
 
 
 def test_a_disk_that_lies_keeps_the_image_in_memory(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,73 +247,53 @@ def test_a_disk_that_lies_keeps_the_image_in_memory(stand: Stand, monkeypatch: p
         corrupt(cold.path, cold.form.image_offset + 3)
 
     monkeypatch.setattr(ColdImage, "write", written_wrongly)
+    image.load()
     image.spill()
-    assert image.settle(WAIT_S) and image.state is ImageState.READY
+    assert image.state is ImageState.READY and stand.holds(TP)
     assert image.kept_reason is not None and "not read back as it was written" in image.kept_reason
-    assert isinstance(stand.refill.refill(TP, 0, 0), Refilled)
-
-
-def test_a_whole_file_with_other_bytes_is_not_taken(stand: Stand) -> None:
-    image = spilled(stand, TP)
-    other = BYTES[TP].flip(0).clone()
-    image._cold.write(other.numpy().data, chunk_checksums(other, checksum, CHUNK))
-    with pytest.raises(ImageBrokenError, match="whole but not the one that was written"):
-        stand.refill.refill(TP, WAIT_S, 0)
-    assert stand.holds(PP)
 
 
 def test_without_memory_a_cold_image_stays_cold(stand: Stand) -> None:
-    image = spilled(stand, TP)
-    stand.device.others_bytes = stand.device.free()
-    with pytest.raises(MissingMemoryError, match=f"TP: {EXTENT[TP]} bytes"):
-        stand.refill.refill(TP, 0, 0)
-    assert image.state is ImageState.COLD and stand.holds(PP)
+    stand.pair.load(PP, stand.take)
+    stand.device.others_bytes = stand.device.free() + EXTENT[TP] - EXTENT[PP] + 1
+    stand.pair.need_next(PP)
+    refusal = stand.pair.obstacle(PP, WAIT_S)
+    assert refusal is not None and f"PP: {EXTENT[PP]} bytes are to be backed" in refusal
+    with pytest.raises(MissingMemoryError):
+        stand.pair.had(PP)
     stand.device.others_bytes = 0
-    assert isinstance(stand.refill.refill(TP, WAIT_S, 0), Refilled)
+    assert stand.pair.had(PP).is_right()
 
 
 def test_weights_are_written_once(tmp_path: Path) -> None:
     """Neither a second spill nor another start writes a file that has the bytes; it is read before it is believed."""
     first = Stand(tmp_path, Device(1 << 30))
-    first.fill()
-    path = spilled(first, TP)._cold.path
-    written_ns = path.stat().st_mtime_ns
-    first.images[TP].ready(WAIT_S)
-    spilled(first, TP)
-    for image in first.images.values():
-        image.close()
+    image = spilled(first, TP)
+    written_ns = path_of(first, TP).stat().st_mtime_ns
+    image.promote()
+    image.spill()
+    first.close()
     second = Stand(tmp_path, Device(1 << 30))
-    second.fill()
     spilled(second, TP)
-    assert path.stat().st_mtime_ns == written_ns
-    second.images[TP].ready(WAIT_S)
-    corrupt(path, second.forms[TP].image_offset)
-    third_ns = path.stat().st_mtime_ns
-    for image in second.images.values():
-        image.close()
+    assert path_of(second, TP).stat().st_mtime_ns == written_ns
+    corrupt(path_of(second, TP), second.forms[TP].image_offset)
+    harmed_ns = path_of(second, TP).stat().st_mtime_ns
+    second.close()
     third = Stand(tmp_path, Device(1 << 30))
-    third.fill()
     spilled(third, TP)
-    assert path.stat().st_mtime_ns > third_ns, "one that has not is written again"
-    for image in third.images.values():
-        image.close()
+    assert path_of(third, TP).stat().st_mtime_ns > harmed_ns, "one that has not is written again"
+    third.close()
 
 
-def test_an_image_that_is_closed_gives_its_memory_back(tmp_path: Path) -> None:
+def test_closing_stops_what_is_on_its_way(tmp_path: Path) -> None:
     stand = Stand(tmp_path, Device(1 << 30))
-    stand.fill()
-    backing = stand.images[TP]._backing
+    stand.pair.load(PP, stand.take)
     stand.gate.shut()
-    stand.images[TP].spill()
+    stand.pair.need_next(PP)
     assert stand.gate.reached.wait(WAIT_S)
-    stand.gate.open.set()
-    stand.images[TP].close()
-    assert backing.backed_bytes == 0
-    ColdImage(tmp_path / "tp.cold", stand.forms[TP]).close()
-
-
-def test_an_image_without_a_directory_is_never_spilled() -> None:
-    image = WeightImage("PP image", Device(1 << 30).range("PP", CHUNK), CHUNK, checksum)
-    image.fill(writer_of(BYTES[PP][:CHUNK]))
-    with pytest.raises(ImageNotFilledError, match="no directory for cold images"):
-        image.spill()
+    with pytest.raises(ImageError, match="has not ended"), pytest.MonkeyPatch.context() as patched:
+        patched.setattr("services.worker.image_pair.READ_FIXED_S", 0.01)
+        stand.pair.had(PP)
+    stand.close()
+    assert not any(backing.backed_bytes for backing in stand.device.backings)
+    ColdImage(tmp_path / "pp.cold", stand.forms[PP]).close()

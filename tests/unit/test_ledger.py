@@ -85,6 +85,8 @@ def test_private_modes_hold_what_their_layouts_do() -> None:
     image = ledger(MemoryMode.IMAGE)
     assert [term(image, 0, "image of pp"), term(image, 0, "image of tp")] == [PP[0], TP[0]]
     assert image.ranks[0].fixed_bytes - ledger(MemoryMode.EXCHANGE).ranks[0].fixed_bytes == PP[0] + TP[0]
+    cold = ledger(MemoryMode.IMAGE, cold_image=True)
+    assert image.ranks[0].fixed_bytes - cold.ranks[0].fixed_bytes == min(PP[0], TP[0])
 
 
 def test_dual_adds_the_tp_shard_of_the_other_stages_layers_alone() -> None:

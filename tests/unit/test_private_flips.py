@@ -61,7 +61,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelFiles, TinyLlam
     return open_model(path), model
 
 
-@pytest.mark.parametrize("mode", ["dual", "exchange"])
+@pytest.mark.parametrize("mode", ["dual", "exchange", "image"])
 @pytest.mark.parametrize("live", LIVE.values(), ids=LIVE)
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 def test_to_tp_and_back_every_live_row_keeps_its_bits(
@@ -131,7 +131,7 @@ def counted(group: Group, answer: Worked | WorkLost) -> tuple[int, int]:
     return answer.bytes_moved, answer.rows_moved
 
 
-@pytest.mark.parametrize("mode", ["dual", "exchange"])
+@pytest.mark.parametrize("mode", ["dual", "exchange", "image"])
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 def test_answers_across_flips_are_the_references(
     tiny: tuple[ModelFiles, TinyLlama], cut: tuple[int, Sequence[int] | None, Sequence[float] | None], mode: PrivateMode
@@ -170,7 +170,7 @@ class FaultyWire:
             into.view(-1)[into.numel() // 2] ^= 1
 
 
-@pytest.mark.parametrize("mode", ["dual", "exchange"])
+@pytest.mark.parametrize("mode", ["dual", "exchange", "image"])
 @pytest.mark.parametrize("at_message", [1, 3])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_changed_byte_is_caught_and_the_layout_before_serves_on(
@@ -185,14 +185,14 @@ def test_one_changed_byte_is_caught_and_the_layout_before_serves_on(
         lost = answers[victim]
         assert isinstance(lost, WorkLost) and lost.restored and f"to rank {victim} are not what was sent" in lost.reason
         # Where weights follow, nobody sends any before all rows are right.
-        assert isinstance(answers[1 - victim], WorkLost if mode == "exchange" else Worked)
+        assert isinstance(answers[1 - victim], Worked if mode == "dual" else WorkLost)
         group.log.decode([0], 6)
         assert all(isinstance(answer, Worked) for answer in flip(group, PP, owned(group)).answers)
         group.log.decode([0], 6)
         check_greedy(model, group.log.requests[0], 160, 13)
 
 
-@pytest.mark.parametrize("mode", ["dual", "exchange"])
+@pytest.mark.parametrize("mode", ["dual", "exchange", "image"])
 def test_a_rank_that_cannot_begin_holds_up_nobody(tiny: tuple[ModelFiles, TinyLlama], mode: PrivateMode) -> None:
     files, model = tiny
     with group_of(files, 3, mode=mode) as group:
@@ -210,7 +210,7 @@ def test_a_rank_that_cannot_begin_holds_up_nobody(tiny: tuple[ModelFiles, TinyLl
         check_greedy(model, group.log.requests[0], 40, 7)
 
 
-@pytest.mark.parametrize("mode", ["dual", "exchange"])
+@pytest.mark.parametrize("mode", ["dual", "exchange", "image"])
 def test_a_peer_that_never_comes_ends_the_generation_by_name(
     tiny: tuple[ModelFiles, TinyLlama], mode: PrivateMode
 ) -> None:
@@ -225,7 +225,7 @@ def test_a_peer_that_never_comes_ends_the_generation_by_name(
             group.log.decode([0], 1)
 
 
-@pytest.mark.parametrize("mode", ["dual", "exchange"])
+@pytest.mark.parametrize("mode", ["dual", "exchange", "image"])
 def test_an_error_within_the_exchange_releases_the_partner(
     tiny: tuple[ModelFiles, TinyLlama], mode: PrivateMode
 ) -> None:
@@ -243,7 +243,7 @@ def test_an_error_within_the_exchange_releases_the_partner(
         assert isinstance(answers[1], WorkLost) and "no memory for the message" in answers[1].reason
 
 
-@pytest.mark.parametrize("mode", ["dual", "exchange"])
+@pytest.mark.parametrize("mode", ["dual", "exchange", "image"])
 def test_live_blocks_beyond_the_pool_are_a_refusal(tiny: tuple[ModelFiles, TinyLlama], mode: PrivateMode) -> None:
     with group_of(tiny[0], 2, mode=mode) as group:
         group.log.reset(PP, NUM_BLOCKS, 8, 256)

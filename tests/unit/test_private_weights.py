@@ -92,7 +92,7 @@ def test_safetensors_in_bfloat16(tmp_path: Path) -> None:
 
 
 def address_range(weights: OwnedWeights) -> tuple[int, int]:
-    return weights._flat.data_ptr(), weights._flat.data_ptr() + weights.num_bytes
+    return weights._memory.data_ptr(), weights._memory.data_ptr() + weights.num_bytes
 
 
 def test_a_tp_shard_of_an_own_layer_is_a_view_of_it(tmp_path: Path) -> None:

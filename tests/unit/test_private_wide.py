@@ -32,7 +32,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelFiles, TinyLlam
     return open_model(path), model
 
 
-@pytest.mark.parametrize("mode", ["dual", "exchange"])
+@pytest.mark.parametrize("mode", ["dual", "exchange", "image"])
 @pytest.mark.parametrize("live", [runs((0, NUM_BLOCKS)), runs((1, 1), (4, 3), (19, 1))], ids=["all", "scattered"])
 @pytest.mark.parametrize("shares", SHARES.values(), ids=SHARES)
 def test_uneven_shares_keep_every_bit(

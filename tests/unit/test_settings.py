@@ -113,6 +113,7 @@ def test_what_no_field_can_take_is_refused(tmp_path: Path, text: str, expected: 
         ("[group]\ntp_weights = [1.0, 0.0]", ["[1.0, 0.0]", "lower num_ranks"]),
         ("[group]\nmemory_bytes = [1073741824]", ["memory_bytes has 1 entries", "num_ranks is 2"]),
         ("[group]\npp_layers = [30, 0]", ["[30, 0]", "at least 1"]),
+        ("[group]\ncold_image = true", ["cold_image = true", 'mode = "shared"', 'set mode = "image"']),
         ("[pool]\nnum_blocks = 8\nkv_bytes = 65536", ["= 8", "= 65536", "keep one"]),
         ("[pool]\nnum_blocks = 8\nmax_total_tokens = 129", ["129", "128 slots", "raise num_blocks"]),
         ("[scheduler]\nchunk_tokens = 4096\nmax_batch_rows = 2048", ["4096", "2048", "lower chunk_tokens"]),

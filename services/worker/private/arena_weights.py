@@ -9,11 +9,10 @@ Invariant: `held` is the layout whose every piece is in the arena with the files
 
 from collections.abc import Collection, Mapping
 
-import torch
 from torch import Tensor
 
 from kernels.checksum import checksum
-from kernels.linear import Matrix, dequantize
+from kernels.linear import Matrix
 from services.core.ids import LayoutKind, Rank
 from services.core.layout import Span
 from services.core.tensor_shares import TensorShard
@@ -22,7 +21,7 @@ from services.mesh.model_files import ModelFiles
 from services.worker.arena import Arena
 from services.worker.model.products import PiecedMatrix, PlacedMatrix, Weight
 from services.worker.private.exchange_plan import ExchangePlan
-from services.worker.private.owned_weights import fill, release_mapped
+from services.worker.private.owned_weights import file_vector, fill, release_mapped
 from services.worker.private.pieces import Piece
 
 
@@ -106,12 +105,7 @@ class ArenaWeights:
     def vector(self, name: str) -> Tensor:
         """[columns] float32, read from the files once."""
         if name not in self._vectors:
-            place = self._files.tensors[name]
-            buffer = self._files.buffers[place.file_index]
-            stored = Matrix.from_buffer(buffer, place.offset, place.ggml_type, place.rows, place.columns)
-            out = torch.empty((place.rows, place.columns), dtype=torch.float32)
-            dequantize(stored, out)
-            self._vectors[name] = out.view(-1)
+            self._vectors[name] = file_vector(self._files, name)
         return self._vectors[name]
 
 

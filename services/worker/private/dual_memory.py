@@ -13,8 +13,9 @@ from services.mesh.layouts import cut_within_blocks, shard_units
 from services.mesh.model_files import ModelFiles
 from services.worker.kv_cache import Pool
 from services.worker.model.stage import Weights
-from services.worker.private.owned_weights import OwnedWeights, release_mapped
-from services.worker.private.pieces import canonical_tensors, resident_pieces
+from services.worker.private.owned_weights import OwnedWeights, load_pieces, release_mapped
+from services.worker.private.pieces import canonical_tensors, matrices, resident_pieces, total_bytes
+from services.worker.private.private_bytes import private_bytes
 from services.worker.private.row_pools import RowPools
 from services.worker.rank_memory import FlipPlan, Moved
 
@@ -27,12 +28,13 @@ def owned_weights(files: ModelFiles, rank: Rank, layouts: Mapping[LayoutKind, La
     """
     geometry = files.geometry
     cut = cut_within_blocks(geometry, files.tensors, layouts.values())
-    tensors = canonical_tensors(files.tensors, cut, is_tied=geometry.tied_embeddings)
+    tensors = matrices(canonical_tensors(files.tensors, cut, is_tied=geometry.tied_embeddings))
     units = shard_units(geometry, files.tensors)
     pieces = resident_pieces(rank, tuple(layouts.values()), units, tensors, cut)
-    weights = OwnedWeights(files, pieces, {tensor.name: tensor.source for tensor in tensors})
+    memory = private_bytes(total_bytes(pieces), wants_large_pages=True)
+    load_pieces(memory, pieces, files)
     release_mapped(files)
-    return weights
+    return OwnedWeights(files, pieces, {tensor.name: tensor.source for tensor in tensors}, memory)
 
 
 class DualMemory:

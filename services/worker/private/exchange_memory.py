@@ -17,8 +17,7 @@ from services.core.reshard import stable_hash
 from services.core.step import FlipEntry
 from services.mesh.model_files import ModelFiles
 from services.worker.arena import Arena
-from services.worker.backing import Backing, FreeBytes
-from services.worker.host_pages import HostPages
+from services.worker.backing import MakeBacking
 from services.worker.kv_cache import Pool
 from services.worker.model.stage import Weights
 from services.worker.private.arena_weights import ArenaWeights
@@ -125,7 +124,7 @@ def exchange_memory(
     wire: Wire,
     rows: RowPools,
     kind: LayoutKind,
-    free_bytes: FreeBytes,
+    make_backing: MakeBacking,
     page_bytes: int = PAGE_BYTES,
 ) -> ExchangeMemory:
     """Plans, takes the memory and loads the layout `kind`.
@@ -136,10 +135,7 @@ def exchange_memory(
     """
     plan = exchange_plan(files, layouts, page_bytes)
     sizes = {"weights arena": plan.arenas.num_pages[wire.rank], "weights staging": plan.staging_pages}
-    arena, staging = (
-        Backing(name, HostPages(name, num_pages * page_bytes), free_bytes, margin_bytes=0)
-        for name, num_pages in sizes.items()
-    )
+    arena, staging = (make_backing(name, num_pages * page_bytes) for name, num_pages in sizes.items())
     pages = Arena(wire.rank, arena, staging, page_bytes)
     weights = ArenaWeights(files, plan, pages, wire.rank)
     weights.load_both(kind)

@@ -11,10 +11,10 @@ from services.core.arena import Arenas, PageMap, place_pieces
 from services.core.exchange import Exchange, exchange_plans
 from services.core.ids import LayoutKind
 from services.core.layout import Layout
-from services.core.tensor_shares import CanonicalTensor, Cut, held_shards
+from services.core.tensor_shares import CanonicalTensor, held_shards
 from services.mesh.layouts import cut_within_blocks, shard_units
 from services.mesh.model_files import ModelFiles
-from services.worker.private.pieces import canonical_tensors
+from services.worker.private.pieces import canonical_tensors, matrices
 
 PAGE_BYTES = 16 * 1024
 """Pieces are padded to it: 1.5% of a model of 90 MB, and a plan of a few thousand pages takes 0.2 s."""
@@ -48,11 +48,7 @@ def exchange_plan(
     """
     units = shard_units(files.geometry, files.tensors)
     expanded = cut_within_blocks(files.geometry, files.tensors, layouts.values())
-    tensors = [
-        tensor
-        for tensor in canonical_tensors(files.tensors, expanded, is_tied=files.geometry.tied_embeddings)
-        if tensor.cut not in (Cut.WHOLE, Cut.HEAD_NORM)
-    ]
+    tensors = matrices(canonical_tensors(files.tensors, expanded, is_tied=files.geometry.tied_embeddings))
     pp, tp = (held_shards(layouts[kind], units, tensors) for kind in (LayoutKind.PP, LayoutKind.TP))
     arenas = place_pieces(tensors, pp, tp, page_bytes)
     staging_pages = max(1, STAGING_BYTES // page_bytes)

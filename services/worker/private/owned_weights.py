@@ -1,8 +1,8 @@
-"""One rank's own copy of the weights that its two shares need: filled from the files once, then never written.
+"""One rank's own weights in memory of its own: which part of it is which piece, and the views that stages multiply by.
 
 Loading streams piece by piece from the mapped files to where each piece lives; nothing is held besides but, for a piece
 that is expanded, a few rows. A share is a view: rows of a piece lie side by side, columns are strided. Which pieces
-there are is decided elsewhere (pieces).
+there are is decided elsewhere (pieces), and so is when they are in the memory.
 """
 
 import mmap
@@ -16,8 +16,7 @@ from kernels.linear import Matrix, dequantize
 from services.core.layout import Span
 from services.formats.ggml_types import GgmlType, block_bytes, block_length, row_bytes
 from services.mesh.model_files import ModelFiles
-from services.worker.private.pieces import Piece, total_bytes
-from services.worker.private.private_bytes import private_bytes
+from services.worker.private.pieces import Piece
 
 EXPAND_ROWS = 64
 """Rows that are expanded at a time where only some of their columns are kept."""
@@ -26,21 +25,22 @@ EXPAND_ROWS = 64
 class OwnedWeights:
     """Matrices and vectors by canonical name (tensor_places), for every share that lies within the pieces."""
 
-    def __init__(self, files: ModelFiles, pieces: Sequence[Piece], sources: Mapping[str, str]) -> None:
-        """`sources`: of each tensor, the one whose bytes it has; its own name but for a tied head."""
-        self._files, self._sources = files, sources
-        self._flat = private_bytes(total_bytes(pieces), wants_large_pages=True)
+    def __init__(self, files: ModelFiles, pieces: Sequence[Piece], sources: Mapping[str, str], memory: Tensor) -> None:
+        """`memory`: uint8, where the pieces are or will be; views of it are handed out, nothing is touched.
+
+        `sources`: of each tensor, the one whose bytes it has; its own name but for a tied head.
+        """
+        self._files, self._sources, self._memory = files, sources, memory
         self._held: dict[str, list[tuple[Piece, Matrix]]] = {}
         self._vectors: dict[str, Tensor] = {}
         for piece in pieces:
-            memory = self._flat[piece.offset : piece.offset + piece.num_bytes]
-            fill(memory, piece, files)
-            self._held.setdefault(piece.shard.tensor, []).append((piece, self._seen(piece, memory)))
+            part = memory[piece.offset : piece.offset + piece.num_bytes]
+            self._held.setdefault(piece.shard.tensor, []).append((piece, self._seen(piece, part)))
 
     @property
     def num_bytes(self) -> int:
-        """What this rank owns of the weights."""
-        return self._flat.numel()
+        """Of the memory."""
+        return self._memory.numel()
 
     def _seen(self, piece: Piece, memory: Tensor) -> Matrix:
         rows, columns = len(piece.shard.rows), len(piece.shard.columns)
@@ -68,13 +68,26 @@ class OwnedWeights:
         )
 
     def vector(self, name: str) -> Tensor:
-        """[columns] float32, made once for both layouts."""
+        """[columns] float32, read from the files once."""
         if name not in self._vectors:
-            stored = self.matrix(name)
-            out = torch.empty((stored.num_rows, stored.num_columns), dtype=torch.float32)
-            dequantize(stored, out)
-            self._vectors[name] = out.view(-1)
+            self._vectors[name] = file_vector(self._files, name)
         return self._vectors[name]
+
+
+def file_vector(files: ModelFiles, name: str) -> Tensor:
+    """[columns] float32: a norm, as the files have it."""
+    place = files.tensors[name]
+    buffer = files.buffers[place.file_index]
+    stored = Matrix.from_buffer(buffer, place.offset, place.ggml_type, place.rows, place.columns)
+    out = torch.empty((place.rows, place.columns), dtype=torch.float32)
+    dequantize(stored, out)
+    return out.view(-1)
+
+
+def load_pieces(memory: Tensor, pieces: Sequence[Piece], files: ModelFiles) -> None:
+    """Writes all pieces to their places in host memory, from the files."""
+    for piece in pieces:
+        fill(memory[piece.offset : piece.offset + piece.num_bytes], piece, files)
 
 
 def fill(memory: Tensor, piece: Piece, files: ModelFiles) -> None:

@@ -6,11 +6,11 @@ anyway is not held twice: its TP shards of its own PP layers, and a tied head wi
 Invariants: every shard of the rank, under either layout, lies within one piece; no piece lies within another.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from services.core.layout import Layout, ShardUnits
-from services.core.tensor_shares import CanonicalTensor, TensorShard, canonical_tensor, held_shards
+from services.core.tensor_shares import CanonicalTensor, Cut, TensorShard, canonical_tensor, held_shards
 from services.formats.ggml_types import block_bytes, block_length
 from services.formats.tensor_places import TensorPlace
 
@@ -46,6 +46,11 @@ def canonical_tensors(
         )
         found.append(replace(tensor, block_columns=1, block_bytes=FLOAT_BYTES) if name in expanded else tensor)
     return tuple(found)
+
+
+def matrices(tensors: Iterable[CanonicalTensor]) -> tuple[CanonicalTensor, ...]:
+    """All but norms, which are small: every rank keeps those of both layouts beside its pieces."""
+    return tuple(tensor for tensor in tensors if tensor.cut not in (Cut.WHOLE, Cut.HEAD_NORM))
 
 
 def resident_pieces(

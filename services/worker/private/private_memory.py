@@ -2,22 +2,25 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from services.core.ids import LayoutKind
 from services.core.layout import Layout
 from services.mesh.model_files import ModelFiles
-from services.worker.backing import FreeBytes
+from services.worker.backing import Backing, FreeBytes
 from services.worker.collectives import Carrier
+from services.worker.host_pages import HostPages
 from services.worker.private.dual_memory import DualMemory, owned_weights
 from services.worker.private.exchange_memory import ExchangeMemory, exchange_memory
 from services.worker.private.exchange_plan import PAGE_BYTES
+from services.worker.private.image_memory import ImageMemory, image_memory
 from services.worker.private.pool_pair import PoolPair
 from services.worker.private.wire import MoveBounds, Wire
 
-PrivateMode = Literal["dual", "exchange"]
+PrivateMode = Literal["dual", "exchange", "image"]
 """Modes in which ranks own their memory."""
-PrivateMemory = DualMemory | ExchangeMemory
+PrivateMemory = DualMemory | ExchangeMemory | ImageMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,12 @@ class PrivateSpec:
     free_bytes: FreeBytes
     page_bytes: int = PAGE_BYTES
     """Of an arena whose pages are exchanged."""
+    cold_directory: Path | None = None
+    """Where the image that is not needed next may lie; None: it stays in memory."""
+
+    def make_backing(self, name: str, num_bytes: int) -> Backing:
+        """A range of this rank's memory."""
+        return Backing(name, HostPages(name, num_bytes), self.free_bytes, margin_bytes=0)
 
 
 def private_memory(
@@ -41,6 +50,7 @@ def private_memory(
     Raises:
         LayoutError: a layout cuts a tensor where it cannot be cut.
         BackingError: there is no memory for the weights.
+        ColdImageError: the directory for cold images cannot be used.
     """
     wire = Wire(carrier, spec.bounds)
     rows = PoolPair(files.geometry, layouts, wire)
@@ -48,4 +58,7 @@ def private_memory(
         case "dual":
             return DualMemory(owned_weights(files, wire.rank, layouts), rows)
         case "exchange":
-            return exchange_memory(files, layouts, wire, rows, spec.kind, spec.free_bytes, spec.page_bytes)
+            return exchange_memory(files, layouts, wire, rows, spec.kind, spec.make_backing, spec.page_bytes)
+        case "image":
+            make = spec.make_backing
+            return image_memory(files, layouts, wire, rows, spec.kind, make, make, spec.cold_directory)

@@ -29,6 +29,8 @@ class MoveBounds:
     """Largest message; the carrier holds two of them in each direction. Not below one block of one layer."""
     deadline_s: float
     """Of every wait for a peer."""
+    verdict_wait_s: float = 2.0
+    """How long a rank's verdict on a flip may wait for memory or an image to be had; serving stands still meanwhile."""
 
 
 class Wire:
