@@ -139,7 +139,8 @@ def asked_of(arguments: argparse.Namespace, settings: Settings, others: int = 0)
     asked, is_gpu = asked_by(settings), arguments.kind == "gpu"
     group = asked.group
     if arguments.ranks is not None and arguments.ranks != group.num_ranks:
-        group = replace(group, num_ranks=arguments.ranks, pp_layers=None, tp_weights=None, memory_bytes="auto")
+        group = replace(group, num_ranks=arguments.ranks, pp_layers=None, tp_weights=None, kv_tokens=None)
+        group = replace(group, memory_bytes="auto")
     default = MemoryMode.EXCHANGE if is_gpu else asked.mode
     return replace(
         asked,
@@ -150,7 +151,7 @@ def asked_of(arguments: argparse.Namespace, settings: Settings, others: int = 0)
         carrier=CarrierKind.NCCL if is_gpu else asked.carrier,
         device=Device.CUDA if is_gpu else Device.CPU,
         kv_element_bytes=arguments.kv_element_bytes,
-        kv_tokens=arguments.kv_tokens,
+        kv_tokens=arguments.kv_tokens or group.token_vector,
         others_bytes=others,
     )
 

@@ -56,6 +56,7 @@ class GroupSpec:
     pp_layers: Sequence[int] | None = None
     tp_weights: Sequence[float] | None = None
     observer: type[Observer] | None = None
+    kv_tokens: Sequence[int] | None = None
     mode: Literal["shared"] | PrivateMode = "shared"
 
 
@@ -152,7 +153,7 @@ def _rank(spec: GroupSpec, rank: Rank, places: dict[str, str], pipe: Connection,
 def _build(spec: GroupSpec, rank: Rank, fds: dict[str, int]) -> Runner:
     files = open_model(spec.model)
     units = shard_units(files.geometry, files.tensors)
-    layouts = both_layouts(units, spec.num_ranks, spec.pp_layers, spec.tp_weights)
+    layouts = both_layouts(units, spec.num_ranks, spec.pp_layers, spec.tp_weights, spec.kv_tokens)
     shape = RegionShape(
         num_ranks=spec.num_ranks,
         max_message_bytes=spec.limits.max_batch_tokens * files.geometry.hidden_size * 4,
@@ -177,4 +178,4 @@ def _memory(
     cut = cut_within_blocks(files.geometry, files.tensors, layouts.values())
     store = WeightStore(files, fds["weights"], cut)
     store.expand(carrier.rank, spec.num_ranks)
-    return SharedMemory(store, fds["pool"], files.geometry)
+    return SharedMemory(Rank(carrier.rank), store, fds["pool"], files.geometry, layouts)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from services.core.ids import BlockId, Rank
+from services.core.ids import BlockId, LayoutKind, Rank
 from services.core.layout import Layout, LayoutError, Span, spans
 from services.core.reshard import SourceChoice, cut_at, stable_hash
 
@@ -78,6 +78,34 @@ def kv_holdings(layout: Layout, num_kv_heads: int) -> tuple[Holding, ...]:
         return tuple(Holding(share.layers, share.kv_heads, ALL_BLOCKS) for share in layout.shares)
     parts = zip(layout.shares, block_shares(layout.kv_tokens), strict=True)
     return tuple(Holding(share.layers, Span(0, num_kv_heads), blocks) for share, blocks in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class PooledHeads:
+    """The columns of one pool that all ranks map: every head's own, then one for each further rank that has it."""
+
+    places: tuple[Span, ...]
+    """Where each rank's KV heads lie."""
+    copied: tuple[int, ...]
+    """Heads that there are once more, in the order of their columns behind all heads."""
+
+
+def pooled_heads(layout: Layout, num_kv_heads: int) -> PooledHeads:
+    """The columns that a layout's ranks read; no two of them that have the same layers share one."""
+    places: list[Span] = []
+    copied: list[int] = []
+    num_seen = 0
+    for share in layout.shares:
+        heads = share.kv_heads
+        if layout.kind is LayoutKind.TP and layout.kv_tokens is None and heads.begin < min(num_seen, heads.end):
+            assert len(heads) == 1, "a rank shares one head with others, or none"
+            place = num_kv_heads + len(copied)
+            copied.append(heads.begin)
+            heads = Span(place, place + 1)
+        else:
+            num_seen = max(num_seen, heads.end)
+        places.append(heads)
+    return PooledHeads(tuple(places), tuple(copied))
 
 
 def state_holdings(layout: Layout, groups: Sequence[Span], heads_per_group: int) -> tuple[Holding, ...]:

@@ -178,8 +178,16 @@ class Ledger:
         return held
 
     def equalising_tokens(self, budgets: Sequence[int]) -> tuple[int, ...]:
-        """The token vector under which all ranks would be full at once; raises LayoutError where one has no room."""
+        """The token vector under which all ranks would be full at once; raises LayoutError where one has no room.
+
+        Where the PP pool is resident as well, a rank's rows lie in what that leaves at the number of blocks that all of
+        them fill together.
+        """
         left = [budget - account.fixed_bytes for budget, account in zip(budgets, self.ranks, strict=True)]
+        if self.backing is PoolBacking.RESIDENT:
+            resident = [account.pools[LayoutKind.PP].block_bytes for account in self.ranks]
+            num_blocks = max(sum(left), 0) // (self.block_bytes + sum(resident))
+            left = [room - num_blocks * taken for room, taken in zip(left, resident, strict=True)]
         return equalising_token_vector(left, self.block_bytes // BLOCK_SLOTS)
 
 

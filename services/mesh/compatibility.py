@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
+from services.core.layout import KvSharding
 from services.core.ledger import MemoryMode, PoolBacking
 from services.formats.ggml_types import GgmlType
 from services.mesh.errors import ConfigurationError
@@ -40,12 +41,13 @@ class Combination:
     device: Device
     backing: PoolBacking = PoolBacking.RESIDENT
     weight_types: frozenset[GgmlType] = frozenset()
+    kv_sharding: KvSharding = KvSharding.HEADS
 
     def phrase(self) -> str:
         """As it would stand in the settings."""
         return (
             f'mode = "{self.mode.value}", carrier = "{self.carrier.value}", device = "{self.device.value}", '
-            f"{self.backing.value} pools"
+            f'{self.backing.value} pools, kv_sharding = "{self.kv_sharding.value}"'
         )
 
 
@@ -59,6 +61,7 @@ class Conflict:
     carrier: CarrierKind | None = None
     device: Device | None = None
     backing: PoolBacking | None = None
+    kv_sharding: KvSharding | None = None
 
     def holds(self, asked: Combination) -> bool:
         """Whether this row forbids `asked`."""
@@ -67,6 +70,7 @@ class Conflict:
             (self.carrier, asked.carrier),
             (self.device, asked.device),
             (self.backing, asked.backing),
+            (self.kv_sharding, asked.kv_sharding),
         )
         return all(wanted is None or wanted is found for wanted, found in pairs)
 
@@ -83,6 +87,12 @@ CONFLICTS = (
         'leave pools resident, or set mode = "exchange", "dual" or "image"',
         mode=MemoryMode.SHARED,
         backing=PoolBacking.EXCLUSIVE,
+    ),
+    Conflict(
+        "all ranks map one pool there, so that a cut by tokens would free no memory and cost two exchanges a layer",
+        'leave kv_sharding at "heads", or set mode = "exchange" or "dual"',
+        mode=MemoryMode.SHARED,
+        kv_sharding=KvSharding.TOKENS,
     ),
     Conflict(
         "the shared region is host memory, which a GPU's kernels do not reach",

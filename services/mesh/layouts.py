@@ -31,9 +31,15 @@ def shard_units(geometry: ModelGeometry, tensors: Mapping[str, TensorPlace]) -> 
 
 
 def both_layouts(
-    units: ShardUnits, num_ranks: int, pp_layers: Sequence[int] | None, tp_weights: Sequence[float] | None
+    units: ShardUnits,
+    num_ranks: int,
+    pp_layers: Sequence[int] | None,
+    tp_weights: Sequence[float] | None,
+    kv_tokens: Sequence[int] | None = None,
 ) -> dict[LayoutKind, Layout]:
-    """The PP and the TP layout of the group.
+    """The PP and the TP layout of the group; where ranks outnumber KV heads, several have the same one in TP.
+
+    `kv_tokens`: the TP layout's cache is cut by tokens in these proportions, not by heads; one rank has all of it.
 
     Raises:
         ConfigurationError: a vector does not fit the model; it names the vector and both numbers.
@@ -41,7 +47,13 @@ def both_layouts(
     try:
         return {
             LayoutKind.PP: pp_layout(units, num_ranks, pp_layers),
-            LayoutKind.TP: tp_layout(units, num_ranks, None if tp_weights is None else whole_shares(tp_weights)),
+            LayoutKind.TP: tp_layout(
+                units,
+                num_ranks,
+                None if tp_weights is None else whole_shares(tp_weights),
+                kv_tokens=kv_tokens if num_ranks > 1 else None,
+                replicate_kv_heads=True,
+            ),
         }
     except LayoutError as error:
         raise ConfigurationError(f"[group] does not fit this model: {error}") from error

@@ -6,18 +6,18 @@ measured (each says how); what a service grows by under load is its own bounds' 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from services.core.ids import LayoutKind
-from services.core.layout import Layout, LayoutError, ShardUnits, pp_layout, tp_layout
+from services.core.layout import KvSharding, Layout, LayoutError, ShardUnits
 from services.core.ledger import Ledger, MemoryMode, PoolBacking, Term
 from services.core.tensor_shares import CanonicalTensor, canonical_tensor
 from services.formats.geometry import ModelGeometry
 from services.formats.ggml_types import block_bytes, block_length
 from services.formats.tensor_places import TensorPlace
 from services.mesh.compatibility import SERVED, CarrierKind, Combination, Device, Served, check_combination
-from services.mesh.layouts import shard_units, whole_shares
+from services.mesh.layouts import both_layouts, cut_within_blocks, shard_units
 from services.mesh.memory_price import MachineDemand, ModelDemand, make_ledger
 from services.mesh.settings import GroupSettings, SchedulerSettings, Settings
 
@@ -75,6 +75,7 @@ def asked_by(settings: Settings) -> Asked:
         mode=MemoryMode(group.mode),
         carrier=CarrierKind(group.carrier),
         device=Device(group.device),
+        kv_tokens=group.token_vector,
     )
 
 
@@ -82,11 +83,12 @@ def plan_memory(asked: Asked, model: Model) -> Ledger:
     """The ledger of a model under a deployment.
 
     Raises:
-        ConfigurationError: the combination cannot be.
-        LayoutError: the vectors do not fit the model.
+        ConfigurationError: the combination cannot be, or the vectors do not fit the model.
+        LayoutError: a share cannot be cut from a tensor.
     """
     types = frozenset(place.ggml_type for place in model.tensors.values())
-    check_combination(Combination(asked.mode, asked.carrier, asked.device, asked.backing, types))
+    kv_sharding = KvSharding.HEADS if asked.kv_tokens is None else KvSharding.TOKENS
+    check_combination(Combination(asked.mode, asked.carrier, asked.device, asked.backing, types, kv_sharding))
     on_host = asked.device is Device.CPU
     return make_ledger(_model_demand(asked, model), _machine_demand(asked, model.geometry, on_host), on_host=on_host)
 
@@ -94,7 +96,7 @@ def plan_memory(asked: Asked, model: Model) -> Ledger:
 def _model_demand(asked: Asked, model: Model) -> ModelDemand:
     geometry = model.geometry
     units, layouts = deployed_layouts(asked.group, geometry, model.tensors, asked.kv_tokens)
-    cut = _cut_within_blocks(geometry, model.tensors, layouts.values())
+    cut = cut_within_blocks(geometry, model.tensors, layouts.values())
     return ModelDemand(
         layouts=layouts,
         units=units,
@@ -117,13 +119,9 @@ def deployed_layouts(
     tensors: Mapping[str, TensorPlace],
     kv_tokens: Sequence[int] | None = None,
 ) -> tuple[ShardUnits, dict[LayoutKind, Layout]]:
-    """Both layouts of the group, and what they are cut in; raises LayoutError where a vector does not fit."""
+    """Both layouts of the group, and what they are cut in; raises ConfigurationError where a vector does not fit."""
     units = shard_units(geometry, tensors)
-    whole = None if group.tp_weights is None else whole_shares(group.tp_weights)
-    return units, {
-        LayoutKind.PP: pp_layout(units, group.num_ranks, group.pp_layers),
-        LayoutKind.TP: tp_layout(units, group.num_ranks, whole, kv_tokens=kv_tokens),
-    }
+    return units, both_layouts(units, group.num_ranks, group.pp_layers, group.tp_weights, kv_tokens)
 
 
 def _tensors(device: Device, model: Model, cut: frozenset[str]) -> list[CanonicalTensor]:
@@ -143,17 +141,6 @@ def _tensors(device: Device, model: Model, cut: frozenset[str]) -> list[Canonica
             tensor = replace(tensor, block_columns=1, block_bytes=FLOAT_BYTES)
         found.append(tensor)
     return found
-
-
-def _cut_within_blocks(
-    geometry: ModelGeometry, tensors: Mapping[str, TensorPlace], layouts: Collection[Layout]
-) -> frozenset[str]:
-    ends = {share.heads.end * geometry.head_dim for layout in layouts for share in layout.shares}
-    return frozenset(
-        name
-        for name, place in tensors.items()
-        if name.endswith(".attn_output") and any(end % block_length(place.ggml_type) for end in ends)
-    )
 
 
 def _expanded_bytes(place: TensorPlace) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from services.core.blocks import kv_block_bytes
 from services.core.ids import BLOCK_SLOTS, LayoutKind, Rank
+from services.core.kv_reshard import pooled_heads
 from services.core.layout import Layout, RankShare, ShardUnits, Span
 from services.core.ledger import Ledger, MemoryMode, PoolBacking, PoolCost, RankAccount, Term
 from services.core.tensor_shares import CanonicalTensor, TensorShard, held_shards
@@ -44,6 +45,12 @@ class ModelDemand:
         """One block over all layers and heads."""
         units = self.units
         return kv_block_bytes(units.num_layers, units.num_kv_heads, self.head_dim, self.kv_element_bytes)
+
+    @property
+    def shared_block_bytes(self) -> int:
+        """The same in a pool that all ranks map, where a head that several have in TP has a column for each."""
+        pooled = pooled_heads(self.layouts[LayoutKind.TP], self.units.num_kv_heads)
+        return self.block_bytes // self.units.num_kv_heads * (self.units.num_kv_heads + len(pooled.copied))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +100,8 @@ def make_ledger(model: ModelDemand, machine: MachineDemand, *, on_host: bool = T
     # One pool serves both layouts in shared mode, as it would if they took turns.
     backing = PoolBacking.EXCLUSIVE if machine.mode is MemoryMode.SHARED else machine.backing
     host = (*shared, *images, *machine.host_terms)
-    return Ledger(machine.mode, backing, tuple(accounts), host, model.block_bytes, on_host)
+    block_bytes = model.shared_block_bytes if machine.mode is MemoryMode.SHARED else model.block_bytes
+    return Ledger(machine.mode, backing, tuple(accounts), host, block_bytes, on_host)
 
 
 def _account(
@@ -158,16 +166,25 @@ def _workspace(model: ModelDemand, rank: int) -> tuple[Term, ...]:
     requests = model.max_resident_requests
     table = requests * (model.context_tokens + -(-model.context_tokens // BLOCK_SLOTS)) * ID_BYTES
     return (
-        Term("activations", sum(_activation_bytes(model, share) for share in shares)),
+        Term("activations", sum(_activation_bytes(model, layout, rank) for layout in model.layouts.values())),
         Term("rotary tables and norms", sum(_table_bytes(model, share) for share in shares)),
         Term("logits", requests * _logit_columns(model, shares, sampling) * FLOAT_BYTES),
         Term("resident table", table, is_addressed=False),
     )
 
 
-def _activation_bytes(model: ModelDemand, share: RankShare) -> int:
+def _activation_bytes(model: ModelDemand, layout: Layout, rank: int) -> int:
+    share = layout.shares[rank]
     heads = 2 * (len(share.heads) + len(share.kv_heads)) * model.head_dim
-    return model.max_batch_rows * (2 * model.hidden_size + heads + 2 * len(share.ffn)) * FLOAT_BYTES
+    exchanged = 0 if layout.kv_tokens is None else _exchanged_columns(model, layout, share)
+    return model.max_batch_rows * (2 * model.hidden_size + heads + 2 * len(share.ffn) + exchanged) * FLOAT_BYTES
+
+
+def _exchanged_columns(model: ModelDemand, layout: Layout, share: RankShare) -> int:
+    """Everybody's queries, keys and values, parts for all heads, and all ranks' parts for the own ones."""
+    gathered = sum(len(each.heads) + 2 * len(each.kv_heads) for each in layout.shares)
+    parts = model.units.num_heads + layout.num_ranks * len(share.heads)
+    return gathered * model.head_dim + parts * (model.head_dim + 1)
 
 
 def _table_bytes(model: ModelDemand, share: RankShare) -> int:
@@ -183,7 +200,7 @@ def _logit_columns(model: ModelDemand, shares: Sequence[RankShare], sampling: bo
 def _pool_costs(model: ModelDemand, mode: MemoryMode, rank: int) -> dict[LayoutKind, PoolCost]:
     if mode is MemoryMode.SHARED:
         num_ranks = model.layouts[LayoutKind.PP].num_ranks
-        return dict.fromkeys(model.layouts, PoolCost(-(-model.block_bytes // num_ranks)))
+        return dict.fromkeys(model.layouts, PoolCost(-(-model.shared_block_bytes // num_ranks)))
     return {kind: _layout_cost(model, layout, rank) for kind, layout in model.layouts.items()}
 
 

@@ -47,6 +47,8 @@ class GroupSettings:
     threads_per_rank: int = ranged(1, 1, 256)
     pp_layers: tuple[int, ...] | None = ranged(None, 0, 100_000)
     tp_weights: tuple[float, ...] | None = ranged(None, 0.0, 1e9)
+    kv_sharding: Literal["heads", "tokens"] = "heads"
+    kv_tokens: tuple[int, ...] | None = ranged(None, 1, 1_000_000)
     memory_bytes: Literal["auto"] | int | tuple[int, ...] = ranged("auto", 1_048_576, 2**50)
     free_floor_bytes: int = ranged(268_435_456, 0, 2**50)
 
@@ -57,9 +59,21 @@ class GroupSettings:
             return self.memory_bytes
         return None if isinstance(self.memory_bytes, str) else (self.memory_bytes,) * self.num_ranks
 
+    @property
+    def token_vector(self) -> tuple[int, ...] | None:
+        """Shares of the KV cache's rows in TP; None: it is cut by heads."""
+        if self.kv_sharding == "heads":
+            return None
+        return (1,) * self.num_ranks if self.kv_tokens is None else self.kv_tokens
+
     def contradictions(self) -> Iterator[str]:
         """Yields what in this table cannot hold together."""
-        lists = {"pp_layers": self.pp_layers, "tp_weights": self.tp_weights, "memory_bytes": self.budgets}
+        lists = {
+            "pp_layers": self.pp_layers,
+            "tp_weights": self.tp_weights,
+            "kv_tokens": self.kv_tokens,
+            "memory_bytes": self.budgets,
+        }
         for name, shares in lists.items():
             if shares is not None and len(shares) != self.num_ranks:
                 yield (
@@ -75,6 +89,11 @@ class GroupSettings:
             yield (
                 f"group.tp_weights = {list(self.tp_weights)} has a share that is not above 0: "
                 "every rank must hold part of every tensor; lower num_ranks instead"
+            )
+        if self.kv_tokens is not None and self.kv_sharding == "heads":
+            yield (
+                f'group.kv_tokens = {list(self.kv_tokens)} shares the rows of a cache that group.kv_sharding = "heads" '
+                'does not cut by rows: set kv_sharding = "tokens", or leave kv_tokens out'
             )
         if self.pp_layers is not None and min(self.pp_layers, default=1) < 1:
             yield (

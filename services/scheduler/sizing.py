@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 from services.core.blocks import kv_block_bytes
 from services.core.ids import BLOCK_SLOTS, LayoutKind
-from services.core.layout import Layout, LayoutError, ShardUnits, pp_layout, tp_layout
+from services.core.kv_reshard import pooled_heads
+from services.core.layout import Layout, ShardUnits
 from services.core.ledger import Ledger, LedgerError, check_id_space
 from services.formats.geometry import ModelGeometry
 from services.mesh.errors import ConfigurationError
 from services.mesh.host_memory import HostMemoryReader
+from services.mesh.layouts import both_layouts
 from services.mesh.settings import Settings
 from services.scheduler.limits import BatchLimits
 
@@ -43,7 +45,8 @@ def size_group(settings: Settings, geometry: ModelGeometry, free_bytes: int, led
         ConfigurationError: the pool could not hold one short request, a rank's budget is too small, a layout cannot
             hold every block, or a layout does not fit the model.
     """
-    block_bytes = kv_block_bytes(geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, FLOAT_BYTES)
+    layouts = _layouts(settings, geometry)
+    block_bytes = _block_bytes(geometry, layouts)
     context = settings.model.context_tokens or geometry.max_context_tokens
     if context > geometry.max_context_tokens:
         raise ConfigurationError(
@@ -63,7 +66,7 @@ def size_group(settings: Settings, geometry: ModelGeometry, free_bytes: int, led
         num_vocab=geometry.vocab_size,
         attention_parity_tokens=parity_tokens(geometry),
     )
-    return GroupSize(limits, _layouts(settings, geometry), block_bytes, reason)
+    return GroupSize(limits, layouts, block_bytes, reason)
 
 
 def parity_tokens(geometry: ModelGeometry) -> int:
@@ -161,10 +164,10 @@ def _layouts(settings: Settings, geometry: ModelGeometry) -> dict[LayoutKind, La
         vocab=geometry.vocab_size,
     )
     group = settings.group
-    try:
-        return {
-            LayoutKind.PP: pp_layout(units, group.num_ranks, group.pp_layers),
-            LayoutKind.TP: tp_layout(units, group.num_ranks),
-        }
-    except LayoutError as error:
-        raise ConfigurationError(f"[group] does not fit this model: {error}") from error
+    return both_layouts(units, group.num_ranks, group.pp_layers, group.tp_weights, group.token_vector)
+
+
+def _block_bytes(geometry: ModelGeometry, layouts: Mapping[LayoutKind, Layout]) -> int:
+    """One block over all ranks, in the layout where it takes more: a KV head that several have is there for each."""
+    copied = pooled_heads(layouts[LayoutKind.TP], geometry.num_kv_heads).copied
+    return kv_block_bytes(geometry.num_layers, geometry.num_kv_heads + len(copied), geometry.head_dim, FLOAT_BYTES)

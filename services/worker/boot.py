@@ -85,7 +85,7 @@ def build_rig(settings: Settings, rank: Rank, fds: Mapping[str, int], ring: Ring
     files = open_model(settings.model.path or settings.model.name)
     ledger = priced(settings, files)
     units = shard_units(files.geometry, files.tensors)
-    layouts = both_layouts(units, group.num_ranks, group.pp_layers, group.tp_weights)
+    layouts = both_layouts(units, group.num_ranks, group.pp_layers, group.tp_weights, group.token_vector)
     carrier = open_carrier(settings, rank, fds["flags"], files.geometry)
     memory, num_expanded = rank_memory(settings, rank, fds, files, layouts, carrier)
     runner = Runner(rank, files.geometry, memory, layouts, carrier, runner_limits(settings, files), ring)
@@ -120,7 +120,7 @@ def rank_memory(
     cut = cut_within_blocks(geometry, files.tensors, layouts.values())
     store = WeightStore(files, fds["weights"], cut)
     num_expanded = store.expand(rank, group.num_ranks)
-    return SharedMemory(store, fds["pool"], geometry), num_expanded
+    return SharedMemory(rank, store, fds["pool"], geometry, layouts), num_expanded
 
 
 def free_memory_bytes() -> int:

@@ -1,25 +1,22 @@
 """The KV pool: one region that all ranks of a host map, with a view of keys and of values per layer.
 
 Never allocates a block and never moves a row: the scheduler's block ids are places here, the same in both layouts. In
-PP a rank touches the planes of its layers, in TP the columns of its heads. Order in memory, outermost first: layer,
-keys then values, block, KV head, slot, element; float32. A fresh region reads as zero.
+PP a rank touches the planes of its layers, in TP the columns of its heads. A head that several ranks have in TP has a
+column for each of them: a rank reads what it wrote itself, or what PP wrote to all of them. Order in memory, outermost
+first: layer, keys then values, block, KV head, slot, element; float32. A fresh region reads as zero.
 """
 
-from typing import Protocol
+from copy import copy
+from typing import Protocol, Self
 
 import torch
 
+from services.core.blocks import kv_block_bytes
 from services.core.ids import BLOCK_SLOTS
 from services.formats.geometry import ModelGeometry
 from services.worker.shared_memory import SharedRegion
 
 FLOAT_BYTES = 4
-
-
-def block_bytes(geometry: ModelGeometry) -> int:
-    """Bytes of one block over all layers, keys and values."""
-    per_layer = geometry.num_kv_heads * BLOCK_SLOTS * geometry.head_dim * FLOAT_BYTES
-    return 2 * geometry.num_layers * per_layer
 
 
 class ByLayer(Protocol):
@@ -30,11 +27,15 @@ class ByLayer(Protocol):
 
 
 class Pool(Protocol):
-    """What a stage writes rows to and reads them from; planes are [num_blocks, heads, 16, head_dim] float32."""
+    """What a stage writes rows to and reads them from; planes are [blocks, heads, 16, head_dim] float32."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of each plane; ids are the same in every pool."""
+        """Ids that blocks have, the same in every pool."""
+
+    @property
+    def places(self) -> torch.Tensor | None:
+        """[num_blocks] int32: where in a plane each block lies, -1: on another rank. None: all here, at their ids."""
 
     @property
     def num_bytes(self) -> int:
@@ -42,7 +43,11 @@ class Pool(Protocol):
 
     @property
     def first_kv_head(self) -> int:
-        """The model's KV head at place 0 of every plane."""
+        """The model's KV head at place 0 of every plane; below 0 where the place of a rank's heads is above theirs."""
+
+    @property
+    def copied_kv_heads(self) -> tuple[int, ...]:
+        """Heads to be written once more, in this order behind all others: ranks read them from columns of their own."""
 
     @property
     def keys(self) -> ByLayer:
@@ -54,14 +59,25 @@ class Pool(Protocol):
 
 
 class KvPool:
-    """`keys[layer]` and `values[layer]`: [num_blocks, num_kv_heads, 16, head_dim] float32."""
+    """`keys[layer]` and `values[layer]`: [num_blocks, num_kv_heads and copies, 16, head_dim] float32."""
 
-    def __init__(self, fd: int, geometry: ModelGeometry, num_blocks: int) -> None:
+    places = None
+
+    def __init__(self, fd: int, geometry: ModelGeometry, num_blocks: int, num_copies: int = 0) -> None:
+        """`num_copies`: columns behind the heads' own, for further ranks that have a head."""
         self.num_blocks = num_blocks
         self.first_kv_head = 0
-        self.num_bytes = num_blocks * block_bytes(geometry)
+        self.copied_kv_heads: tuple[int, ...] = ()
+        num_columns = geometry.num_kv_heads + num_copies
+        self.num_bytes = num_blocks * kv_block_bytes(geometry.num_layers, num_columns, geometry.head_dim, FLOAT_BYTES)
         region = SharedRegion("KV pool", fd, self.num_bytes)
-        shape = (geometry.num_layers, 2, num_blocks, geometry.num_kv_heads, BLOCK_SLOTS, geometry.head_dim)
+        shape = (geometry.num_layers, 2, num_blocks, num_columns, BLOCK_SLOTS, geometry.head_dim)
         planes = region.tensor(torch.float32, shape)
         self.keys: tuple[torch.Tensor, ...] = tuple(layer[0] for layer in planes)
         self.values: tuple[torch.Tensor, ...] = tuple(layer[1] for layer in planes)
+
+    def seen(self, first_kv_head: int, copied_kv_heads: tuple[int, ...] = ()) -> Self:
+        """The same bytes as one rank reads and writes them under one layout."""
+        view = copy(self)
+        view.first_kv_head, view.copied_kv_heads = first_kv_head, copied_kv_heads
+        return view

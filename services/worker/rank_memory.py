@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.core.ids import LayoutKind
+from services.core.ids import LayoutKind, Rank
+from services.core.kv_reshard import pooled_heads
+from services.core.layout import Layout
 from services.core.step import FlipEntry
 from services.formats.geometry import ModelGeometry
 from services.worker.kv_cache import KvPool, Pool
@@ -105,8 +107,18 @@ def work_on(memory: RankMemory, flip: FlipEntry, entered_unix_ns: int) -> Worked
 class SharedMemory:
     """One copy that all ranks of a host map; both layouts are views of it."""
 
-    def __init__(self, store: WeightStore, pool_fd: int, geometry: ModelGeometry) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        store: WeightStore,
+        pool_fd: int,
+        geometry: ModelGeometry,
+        layouts: Mapping[LayoutKind, Layout],
+    ) -> None:
         self._store, self._pool_fd, self._geometry = store, pool_fd, geometry
+        tp = layouts[LayoutKind.TP]
+        self._pooled = pooled_heads(tp, geometry.num_kv_heads)
+        self._first_kv_head = tp.shares[rank].kv_heads.begin - self._pooled.places[rank].begin
 
     @property
     def weights_bytes(self) -> int:
@@ -119,7 +131,9 @@ class SharedMemory:
 
     def open_pools(self, num_blocks: int, kind: LayoutKind) -> Mapping[LayoutKind, Pool]:
         """See RankMemory: one pool for both."""
-        return dict.fromkeys(LayoutKind, KvPool(self._pool_fd, self._geometry, num_blocks))
+        copied = self._pooled.copied
+        pool = KvPool(self._pool_fd, self._geometry, num_blocks, len(copied))
+        return {LayoutKind.PP: pool.seen(0, copied), LayoutKind.TP: pool.seen(self._first_kv_head)}
 
     def plan(self, flip: FlipEntry) -> FlipPlan:
         """See RankMemory: nothing moves, everything fits."""

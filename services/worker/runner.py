@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.collective_status import AbortReason, Purpose
 from services.core.ids import Epoch, FlipId, LayoutKind, Rank, Sequence
-from services.core.layout import Layout
+from services.core.layout import KvSharding, Layout
 from services.core.log_follower import LogFollower, ProtocolError
 from services.core.ring import RecordKind
 from services.core.step import AbandonEntry, CommitEntry, FlipEntry, LogEntry, ResetEntry, StepPlan, StepReport
@@ -28,6 +28,7 @@ from services.worker.collectives import Carrier
 from services.worker.holders import Held, LayoutHolder, switch_all
 from services.worker.kv_cache import Pool
 from services.worker.model.stage import Stage, StageSpec, build_stage
+from services.worker.model.token_attention import TokenPeers
 from services.worker.participation import FlipAnswer, Parked, Resumed, Switched, Worked, WorkLost
 from services.worker.rank_memory import RankMemory, work_on
 from services.worker.resident import Int32s, Int64s, ResidentLimits, ResidentTable, Rows
@@ -171,6 +172,7 @@ class Runner:
 
     def _spec(self, layout: Layout) -> StageSpec:
         summed = layout.kind is LayoutKind.TP and layout.num_ranks > 1
+        by_tokens = summed and layout.kv_sharding is KvSharding.TOKENS
         return StageSpec(
             geometry=self._geometry,
             share=layout.shares[self._rank],
@@ -178,10 +180,27 @@ class Runner:
             reduce=self._all_reduce if summed else _keep,
             max_batch_tokens=self._limits.max_batch_tokens,
             max_context_tokens=self._geometry.max_context_tokens,
+            token_peers=TokenPeers(self._rank, layout.shares, self._gather, self._all_to_all) if by_tokens else None,
         )
 
     def _all_reduce(self, partial: Tensor, purpose: Purpose) -> None:
         self._clock.timed(self._carrier.all_reduce, partial, deadline_s=self._limits.deadline_s, purpose=purpose)
+
+    def _gather(self, part: Tensor, widths: list[int]) -> Tensor:
+        everyone = self._clock.timed(
+            self._carrier.all_gather_columns,
+            part,
+            widths,
+            to_rank=None,
+            deadline_s=self._limits.deadline_s,
+            purpose=Purpose.ATTENTION_INPUT,
+        )
+        assert everyone is not None, "every rank takes it"
+        return everyone
+
+    def _all_to_all(self, source: Tensor, sizes: list[int], out: Tensor) -> None:
+        deadline_s, purpose = self._limits.deadline_s, Purpose.ATTENTION_PARTS
+        self._clock.timed(self._carrier.all_to_all, source, sizes, out, deadline_s=deadline_s, purpose=purpose)
 
     @property
     def pool(self) -> Pool | None:

@@ -75,11 +75,19 @@ def whole_cache(num_layers: int, num_blocks: int, num_heads: int, head_dim: int,
     return torch.randn((num_layers, 2, num_blocks, num_heads, 16, head_dim), generator=generator)
 
 
+def own_blocks(pool: LayoutPool) -> list[int]:
+    """The ids of a pool's blocks in the order of its planes, counted out one by one."""
+    blocks = pool.holding.blocks
+    whose = [index in blocks.part for index in range(blocks.period)]
+    return [block for block in range(pool.num_blocks) if whose[block % blocks.period]]
+
+
 def fill(pool: LayoutPool, cache: Tensor) -> None:
     """Writes a rank's part of the cache to its pool."""
+    own = cache[:, :, own_blocks(pool), pool.kv_heads.begin : pool.kv_heads.end]
     for side, planes in enumerate((pool.keys, pool.values)):
         for layer, plane in planes.items():
-            plane.copy_(cache[layer, side, :, pool.kv_heads.begin : pool.kv_heads.end])
+            plane.copy_(own[layer, side])
 
 
 def poison(pool: LayoutPool) -> None:
@@ -89,10 +97,12 @@ def poison(pool: LayoutPool) -> None:
 
 
 def check_rows(pool: LayoutPool, cache: Tensor, live: BlockRuns) -> None:
-    """Live blocks hold the cache's bits, all others are poisoned still."""
-    own, blocks = cache[:, :, :, pool.kv_heads.begin : pool.kv_heads.end], live_blocks(live)
-    others = [block for block in range(pool.num_blocks) if block not in set(blocks)]
+    """Live blocks of the rank hold the cache's bits, all its others are poisoned still."""
+    blocks, moved = own_blocks(pool), set(live_blocks(live))
+    own = cache[:, :, blocks, pool.kv_heads.begin : pool.kv_heads.end]
+    is_live = torch.tensor([block in moved for block in blocks], dtype=torch.bool)
     for side, planes in enumerate((pool.keys, pool.values)):
         for layer, plane in planes.items():
-            assert torch.equal(plane[blocks].view(torch.int32), own[layer, side, blocks].view(torch.int32))
-            assert plane[others].isnan().all()
+            assert len(plane) == len(blocks)
+            assert torch.equal(plane[is_live].view(torch.int32), own[layer, side, is_live].view(torch.int32))
+            assert plane[~is_live].isnan().all()

@@ -77,6 +77,7 @@ def group_of(
     *,
     pp_layers: Sequence[int] | None = None,
     tp_weights: Sequence[float] | None = None,
+    kv_tokens: Sequence[int] | None = None,
     limits: RunnerLimits = LIMITS,
     mode: Literal["shared"] | PrivateMode = "shared",
     keeps: Mapping[str, Any] = MappingProxyType({}),
@@ -86,7 +87,7 @@ def group_of(
     `keeps`: fields of PrivateSpec that are not as tests have them by default.
     """
     units = shard_units(files.geometry, files.tensors)
-    layouts = both_layouts(units, num_ranks, pp_layers, tp_weights)
+    layouts = both_layouts(units, num_ranks, pp_layers, tp_weights, kv_tokens)
     cut = cut_within_blocks(files.geometry, files.tensors, layouts.values())
     shape = RegionShape(
         num_ranks=num_ranks,
@@ -107,7 +108,7 @@ def group_of(
         else:
             store = WeightStore(files, weights_fd, cut)
             store.expand(rank, num_ranks)
-            memory = SharedMemory(store, pool_fd, files.geometry)
+            memory = SharedMemory(Rank(rank), store, pool_fd, files.geometry, layouts)
         runner = Runner(Rank(rank), files.geometry, memory, layouts, carriers[-1], limits)
         ranks.append(RankThread(runner))
     try:

@@ -142,14 +142,30 @@ def test_p6_5_p6_6_the_poorest_rank_binds_and_is_named() -> None:
     assert found.capacity([room[0], found.ranks[1].fixed_bytes - 5]).left_bytes == -5
 
 
-def test_token_vectors_equalise() -> None:
-    found = ledger(MemoryMode.EXCHANGE)
-    budgets = [account.fixed_bytes + blocks * BLOCK for account, blocks in zip(found.ranks, (300, 100), strict=True)]
-    assert found.equalising_tokens(budgets) == (3, 1)
-    tokens = ledger(MemoryMode.EXCHANGE, PoolBacking.EXCLUSIVE, kv_tokens=(3, 1))
-    even = ledger(MemoryMode.EXCHANGE, PoolBacking.EXCLUSIVE, kv_tokens=(1, 1))
-    assert tokens.layout_blocks(budgets, 1)[LayoutKind.TP] == (400, 400)
-    assert even.layout_blocks(budgets, 1)[LayoutKind.TP] == (600, 200)
+@pytest.mark.parametrize(
+    ("backing", "vector", "num_blocks"),
+    [
+        (PoolBacking.EXCLUSIVE, (3, 1), 400),
+        # Of 240 blocks 120 are in PP on either rank: 180 and 60 are left for rows.
+        (PoolBacking.RESIDENT, (3, 1), 240),
+    ],
+)
+def test_token_vectors_equalise(backing: PoolBacking, vector: tuple[int, int], num_blocks: int) -> None:
+    taken = 120 if backing is PoolBacking.RESIDENT else 0
+    rooms = [share * num_blocks // 4 + taken for share in vector]
+    # With the buffers in which queries and parts travel, which a cache cut by heads does not need.
+    found = ledger(MemoryMode.EXCHANGE, backing, kv_tokens=(1, 1))
+    budgets = [account.fixed_bytes + room * BLOCK for account, room in zip(found.ranks, rooms, strict=True)]
+    assert found.equalising_tokens(budgets) == vector
+    tokens = ledger(MemoryMode.EXCHANGE, backing, kv_tokens=vector)
+    assert tokens.layout_blocks(budgets, num_blocks)[LayoutKind.TP] == (num_blocks, num_blocks)
+    assert min(found.layout_blocks(budgets, num_blocks)[LayoutKind.TP]) < num_blocks
+
+
+def test_what_travels_in_token_wise_attention_is_priced_by_hand() -> None:
+    """Rows x (q, k, v of all ranks, a part and a log-sum-exp for each head, and from both ranks for the own heads)."""
+    by_heads, by_tokens = (ledger(MemoryMode.DUAL, kv_tokens=vector) for vector in (None, (1, 3)))
+    assert term(by_tokens, 0, "activations") - term(by_heads, 0, "activations") == 8 * 4 * (8 * 8 + 9 * (4 + 2 * 2))
 
 
 def test_a_period_that_is_not_whole_is_priced_at_its_worst() -> None:

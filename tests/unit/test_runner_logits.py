@@ -32,7 +32,8 @@ CUTS = {
     "two, uneven": (2, [3, 1], [5.0, 1.0]),
     "three": (3, None, None),
     "three, uneven": (3, [1, 2, 1], [1.0, 4.0, 1.5]),
-    "four, a rank without heads": (4, None, None),
+    "four, more than KV heads": (4, None, None),
+    "two, a rank without heads": (2, None, [9.0, 1.0]),
 }
 
 

@@ -43,10 +43,11 @@ def test_the_embedded_file_states_every_key_and_its_default() -> None:
 
 def test_the_examples_in_comments_are_valid(tmp_path: Path) -> None:
     text = re.sub(r"^# (\w+ = )", r"\1", DEFAULT_CONFIG.read_text(), flags=re.MULTILINE)
-    text = text.replace("kv_bytes = ", "# kv_bytes = ")
+    text = text.replace("kv_bytes = ", "# kv_bytes = ").replace('kv_sharding = "heads"', 'kv_sharding = "tokens"')
     settings = load_settings(written(tmp_path, text))
     assert settings.group.pp_layers == (15, 15)
     assert settings.group.tp_weights == (1.0, 1.0)
+    assert settings.group.token_vector == (1, 1)
     assert settings.model.path == (tmp_path / "../models/some.gguf").resolve()
 
 
@@ -67,6 +68,12 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
 )
 def test_p6_6_budgets_are_each_ranks_own(tmp_path: Path, text: str, budgets: tuple[int, ...] | None) -> None:
     assert load_settings(written(tmp_path, f"[group]\n{text}\n")).group.budgets == budgets
+
+
+def test_rows_are_cut_evenly_where_nothing_else_is_said(tmp_path: Path) -> None:
+    by_tokens = load_settings(written(tmp_path, '[group]\nnum_ranks = 3\nkv_sharding = "tokens"\n'))
+    assert by_tokens.group.token_vector == (1, 1, 1)
+    assert load_settings(written(tmp_path, "")).group.token_vector is None
 
 
 def test_the_environment_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +103,12 @@ def test_the_environment_names_the_file(tmp_path: Path, monkeypatch: pytest.Monk
         ),
         ("[group]\nmemory_bytes = 4096", "group.memory_bytes = 4096 is outside 1048576 to"),
         ("[group]\ntp_weights = 1.0", "group.tp_weights = 1.0 is not a list in which each entry is a number"),
+        ('[group]\nkv_sharding = "rows"', 'group.kv_sharding = \'rows\' is not one of "heads", "tokens"'),
+        ('[group]\nkv_sharding = "tokens"\nkv_tokens = [1, 0]', "group.kv_tokens = [1, 0] is outside 1 to 1000000"),
+        (
+            "[group]\nkv_tokens = [1.5, 1]",
+            "group.kv_tokens = [1.5, 1] is not a list in which each entry is a whole number",
+        ),
         ("[router]\nhttp_port = 70000", "router.http_port = 70000 is outside 0 to 65535"),
         ("[telemetry]\ntrace_ratio = nan", "telemetry.trace_ratio = nan is outside 0.0 to 1.0"),
         ("[model]\npath = ''", "model.path = '' is not a path"),
@@ -112,6 +125,8 @@ def test_what_no_field_can_take_is_refused(tmp_path: Path, text: str, expected: 
         ("[group]\nnum_ranks = 3\npp_layers = [15, 15]", ["2 entries", "num_ranks is 3", "one entry for each rank"]),
         ("[group]\ntp_weights = [1.0, 0.0]", ["[1.0, 0.0]", "lower num_ranks"]),
         ("[group]\nmemory_bytes = [1073741824]", ["memory_bytes has 1 entries", "num_ranks is 2"]),
+        ('[group]\nkv_sharding = "tokens"\nkv_tokens = [1, 2, 3]', ["kv_tokens has 3 entries", "num_ranks is 2"]),
+        ("[group]\nkv_tokens = [1, 2]", ["[1, 2]", 'kv_sharding = "heads"', "leave kv_tokens out"]),
         ("[group]\npp_layers = [30, 0]", ["[30, 0]", "at least 1"]),
         ("[group]\ncold_image = true", ["cold_image = true", 'mode = "shared"', 'set mode = "image"']),
         ("[pool]\nnum_blocks = 8\nkv_bytes = 65536", ["= 8", "= 65536", "keep one"]),

@@ -1,8 +1,10 @@
 """The Llama family (SmolLM2, Mistral, Llama): written once against a rank's share of layers, heads, FFN and vocabulary.
 
-PP and TP differ in the spans of the share and in whether the seam sums over ranks. The residual stream is summed in
-place: the rank that keeps it adds its partial product to it, the others overwrite theirs with their partial product,
-and the seam's sum is the new stream, so there is no addition besides. Eleven kernel calls a layer, and the two sums.
+PP and TP differ in the spans of the share and in whether the seam sums over ranks; attention is over all rows of the
+share's heads or, where the cache is cut by tokens, over some rows of all heads (token_attention). The residual stream
+is summed in place: the rank that keeps it adds its partial product to it, the others overwrite theirs with their
+partial product, and the seam's sum is the new stream, so there is no addition besides. Eleven kernel calls a layer, and
+the two sums.
 
 Shapes: T tokens, N sampled rows, Hq and Hkv this share's heads, D head dimension, F this share's FFN columns.
 """
@@ -21,6 +23,7 @@ from services.worker.batch import Batch
 from services.worker.kv_cache import Pool
 from services.worker.model.products import Weight, multiply
 from services.worker.model.stage import StageSpec, Weights
+from services.worker.model.token_attention import Rotary, TokenAttention, TokenStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +84,7 @@ class Activations:
         geometry, share, rows = spec.geometry, spec.share, spec.max_batch_tokens
         self.hidden = torch.zeros(rows * geometry.hidden_size)
         self.normed = torch.zeros(rows * geometry.hidden_size)
-        self.q = torch.zeros(rows * len(share.heads) * geometry.head_dim)
-        self.k = torch.zeros(rows * len(share.kv_heads) * geometry.head_dim)
-        self.v = torch.zeros(rows * len(share.kv_heads) * geometry.head_dim)
+        self.qkv = torch.zeros(rows * (len(share.heads) + 2 * len(share.kv_heads)) * geometry.head_dim)
         self.attended = torch.zeros(rows * len(share.heads) * geometry.head_dim)
         self.gate = torch.zeros(rows * len(share.ffn))
         self.up = torch.zeros(rows * len(share.ffn))
@@ -104,8 +105,13 @@ class LlamaStage:
         self._output_norm = store.vector("output_norm") if share.has_head else None
         self._head = store.matrix("output", rows=share.vocab) if share.has_head else None
         divisors = torch.tensor(geometry.rope_divisors, dtype=torch.float64)
-        self._rope = rope_table(geometry.head_dim, geometry.rope_theta, spec.max_context_tokens, divisors)
+        table = rope_table(geometry.head_dim, geometry.rope_theta, spec.max_context_tokens, divisors)
+        self._rotary = Rotary(table, geometry.rope_pairing is RopePairing.INTERLEAVED)
         self._buffers = Activations(spec)
+        self._by_tokens = None
+        if spec.token_peers is not None:
+            dim, rows = geometry.head_dim, spec.max_batch_tokens
+            self._by_tokens = TokenAttention(spec.token_peers, dim, rows, self._rotary)
 
     def hidden(self, num_tokens: int) -> Tensor:
         """[T, hidden_size]: the residual stream."""
@@ -118,9 +124,10 @@ class LlamaStage:
 
     def layers(self, batch: Batch, pool: Pool) -> None:
         """Runs this share's layers."""
-        step = _Step(self._spec, self._buffers, self._rope, batch)
+        step = _Step(self._spec, self._buffers, self._rotary, batch)
+        by_tokens = None if self._by_tokens is None else self._by_tokens.step(batch, pool)
         for layer in self._layers:
-            step.attend(layer, pool)
+            step.attend(layer, pool, by_tokens)
             step.feed_forward(layer)
 
     def logits(self, batch: Batch) -> Tensor:
@@ -136,43 +143,51 @@ class LlamaStage:
 class _Step:
     """The views of one step, made once for all layers."""
 
-    def __init__(self, spec: StageSpec, buffers: Activations, rope: Tensor, batch: Batch) -> None:
+    def __init__(self, spec: StageSpec, buffers: Activations, rotary: Rotary, batch: Batch) -> None:
         geometry, share, n = spec.geometry, spec.share, batch.num_tokens
         heads, kv_heads, dim = len(share.heads), len(share.kv_heads), geometry.head_dim
-        self.batch, self.spec, self.rope = batch, spec, rope
+        self.batch, self.spec, self.rotary = batch, spec, rotary
         self.hidden = _view(buffers.hidden, n, geometry.hidden_size)
         self.normed = _view(buffers.normed, n, geometry.hidden_size)
-        self.q, self.attended = _view(buffers.q, n, heads * dim), _view(buffers.attended, n, heads * dim)
-        self.k, self.v = _view(buffers.k, n, kv_heads * dim), _view(buffers.v, n, kv_heads * dim)
+        self.qkv = _view(buffers.qkv, n, (heads + 2 * kv_heads) * dim)
+        self.q, self.k, self.v = torch.split(self.qkv, [heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
+        self.attended = _view(buffers.attended, n, heads * dim)
         self.q_heads, self.attended_heads = self.q.view(n, heads, dim), self.attended.view(n, heads, dim)
         self.k_heads, self.v_heads = self.k.view(n, kv_heads, dim), self.v.view(n, kv_heads, dim)
         self.gate, self.up = _view(buffers.gate, n, len(share.ffn)), _view(buffers.up, n, len(share.ffn))
         self.scale = dim**-0.5
-        self.interleaved = geometry.rope_pairing is RopePairing.INTERLEAVED
 
-    def attend(self, layer: LayerWeights, pool: Pool) -> None:
+    def attend(self, layer: LayerWeights, pool: Pool, by_tokens: TokenStep | None) -> None:
         """Attention and its output projection, summed into the residual stream."""
-        weights, batch, share = layer.attention, self.batch, self.spec.share
-        if weights is None:
-            self._add_nothing(Purpose.ATTENTION_OUTPUT)
-            return
-        rms_norm(self.hidden, layer.attention_norm, self.spec.geometry.norm_epsilon, self.normed)
-        multiply(self.normed, weights.q, self.q)
-        multiply(self.normed, weights.k, self.k)
-        multiply(self.normed, weights.v, self.v)
-        keys, values = pool.keys[layer.index], pool.values[layer.index]
+        weights, keys, values = layer.attention, pool.keys[layer.index], pool.values[layer.index]
+        if weights is not None:
+            rms_norm(self.hidden, layer.attention_norm, self.spec.geometry.norm_epsilon, self.normed)
+            multiply(self.normed, weights.q, self.q)
+            multiply(self.normed, weights.k, self.k)
+            multiply(self.normed, weights.v, self.v)
+        if by_tokens is not None:
+            by_tokens.attend(self.qkv, keys, values, self.attended_heads)
+        elif weights is not None:
+            self._attend_by_heads(pool, keys, values)
+        self._add(None if weights is None else weights.output, self.attended, Purpose.ATTENTION_OUTPUT)
+
+    def _attend_by_heads(self, pool: Pool, keys: Tensor, values: Tensor) -> None:
+        """Every row of this share's heads is here; a head that others have copies of is written to theirs as well."""
+        batch, share, k, v = self.batch, self.spec.share, self.k_heads, self.v_heads
         kv_head_begin = share.kv_heads.begin - pool.first_kv_head
+        if pool.copied_kv_heads:
+            k, v = (torch.cat((heads, heads[:, pool.copied_kv_heads]), 1) for heads in (k, v))
         rope_and_store(
             self.q_heads,
-            self.k_heads,
-            self.v_heads,
+            k,
+            v,
             batch.positions,
             batch.slots,
-            self.rope,
+            self.rotary.table,
             keys,
             values,
             kv_head_begin=kv_head_begin,
-            interleaved=self.interleaved,
+            interleaved=self.rotary.is_interleaved,
         )
         paged_attention(
             self.q_heads,
@@ -187,26 +202,22 @@ class _Step:
             num_kv_heads=len(share.kv_heads),
             scale=self.scale,
         )
-        self._add(weights.output, self.attended, Purpose.ATTENTION_OUTPUT)
 
     def feed_forward(self, layer: LayerWeights) -> None:
         """The gated FFN, summed into the residual stream."""
         weights = layer.ffn
-        if weights is None:
-            self._add_nothing(Purpose.FFN_OUTPUT)
-            return
-        rms_norm(self.hidden, layer.ffn_norm, self.spec.geometry.norm_epsilon, self.normed)
-        multiply(self.normed, weights.gate, self.gate)
-        multiply(self.normed, weights.up, self.up)
-        silu_mul(self.gate, self.up, self.gate)
-        self._add(weights.down, self.gate, Purpose.FFN_OUTPUT)
+        if weights is not None:
+            rms_norm(self.hidden, layer.ffn_norm, self.spec.geometry.norm_epsilon, self.normed)
+            multiply(self.normed, weights.gate, self.gate)
+            multiply(self.normed, weights.up, self.up)
+            silu_mul(self.gate, self.up, self.gate)
+        self._add(None if weights is None else weights.down, self.gate, Purpose.FFN_OUTPUT)
 
-    def _add(self, matrix: Weight, x: Tensor, purpose: Purpose) -> None:
-        multiply(x, matrix, self.hidden, accumulate=self.spec.keeps_residual)
-        self.spec.reduce(self.hidden, purpose)
-
-    def _add_nothing(self, purpose: Purpose) -> None:
-        if not self.spec.keeps_residual:
+    def _add(self, matrix: Weight | None, x: Tensor, purpose: Purpose) -> None:
+        """None: this share has nothing to add."""
+        if matrix is not None:
+            multiply(x, matrix, self.hidden, accumulate=self.spec.keeps_residual)
+        elif not self.spec.keeps_residual:
             self.hidden.zero_()
         self.spec.reduce(self.hidden, purpose)
 

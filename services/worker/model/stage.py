@@ -16,6 +16,7 @@ from services.formats.geometry import ModelGeometry
 from services.worker.batch import Batch
 from services.worker.kv_cache import Pool
 from services.worker.model.products import Weight
+from services.worker.model.token_attention import TokenPeers
 
 Reduce = Callable[[Tensor, Purpose], None]
 """Sums a contiguous float32 tensor over the ranks, in place; does nothing where this rank's sum is the whole."""
@@ -33,6 +34,8 @@ class StageSpec:
     max_batch_tokens: int
     max_context_tokens: int
     """Positions that the rotary table covers."""
+    token_peers: TokenPeers | None = None
+    """Where the KV cache is cut by tokens: who has the other rows."""
 
 
 class Weights(Protocol):

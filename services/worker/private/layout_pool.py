@@ -1,16 +1,19 @@
-"""One layout's KV pool of one rank, in memory of its own: the layers and heads of its share, all blocks.
+"""One layout's KV pool of one rank: the layers, heads and blocks that it holds, and nothing of other ranks'.
 
-Block ids are the scheduler's, so that a row has the same id in both layouts' pools. Order in memory, outermost first:
-layer, keys then values, block, KV head, slot, element; float32. A fresh pool reads as zero and takes memory when it is
-first touched, but where its memory is given: then whoever gives it says when it is there. A share without heads or
-layers has no bytes.
+Block ids are the scheduler's, so that a row has the same id in both layouts' pools; where a rank holds only some blocks
+they lie side by side, at places that follow from the id and the token vector. Order in memory, outermost first: layer,
+keys then values, block, KV head, slot, element; float32. A fresh pool reads as zero and takes memory when it is first
+touched, but where its memory is given: then whoever gives it says when it is there. A share without heads, layers or
+blocks has no bytes.
 """
 
 import torch
 from torch import Tensor
 
+from kernels.attention import NOT_HERE
 from kernels.reshard import Planes
-from services.core.ids import BLOCK_SLOTS
+from services.core.ids import BLOCK_SLOTS, BlockId
+from services.core.kv_reshard import ALL_BLOCKS, BlockRuns, BlockShare, Holding
 from services.core.layout import Span
 from services.worker.private.private_bytes import private_bytes
 
@@ -18,14 +21,18 @@ FLOAT_BYTES = 4
 
 
 class LayoutPool:
-    """`keys[layer]` and `values[layer]` by the model's layer: [num_blocks, own heads, 16, head_dim] float32."""
+    """`keys[layer]` and `values[layer]` by the model's layer: [own blocks, own heads, 16, head_dim] float32."""
 
-    def __init__(
-        self, layers: Span, kv_heads: Span, head_dim: int, num_blocks: int, memory: Tensor | None = None
-    ) -> None:
+    copied_kv_heads = ()
+
+    def __init__(self, holding: Holding, head_dim: int, num_blocks: int, memory: Tensor | None = None) -> None:
         """`memory`: uint8, as much as the planes take or more, whether it is backed or not; None: the pool's own."""
-        self.layers, self.kv_heads, self.num_blocks = layers, kv_heads, num_blocks
-        shape = (len(layers), 2, num_blocks, len(kv_heads), BLOCK_SLOTS, head_dim)
+        self.holding, self.num_blocks = holding, num_blocks
+        self.layers, self.kv_heads = holding.layers, holding.heads
+        layers, blocks = holding.layers, holding.blocks
+        self.num_own_blocks = blocks.count(num_blocks)
+        self.places = None if blocks == ALL_BLOCKS else _places(blocks, num_blocks)
+        shape = (len(layers), 2, self.num_own_blocks, len(self.kv_heads), BLOCK_SLOTS, head_dim)
         self.num_bytes = torch.Size(shape).numel() * FLOAT_BYTES
         if memory is None:
             memory = private_bytes(self.num_bytes, wants_large_pages=False)
@@ -47,3 +54,13 @@ class LayoutPool:
     def own_heads(self, heads: Span) -> Span:
         """The model's heads as places in a plane."""
         return Span(heads.begin - self.kv_heads.begin, heads.end - self.kv_heads.begin)
+
+    def own_runs(self, runs: BlockRuns) -> BlockRuns:
+        """Runs of own blocks as places in a plane."""
+        blocks = self.holding.blocks
+        return tuple((BlockId(blocks.local(begin)), length) for begin, length in runs)
+
+
+def _places(blocks: BlockShare, num_blocks: int) -> Tensor:
+    ids = map(BlockId, range(num_blocks))
+    return torch.tensor([blocks.local(block) if block in blocks else NOT_HERE for block in ids], dtype=torch.int32)

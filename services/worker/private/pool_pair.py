@@ -50,9 +50,8 @@ class PoolPair:
     def open(self, num_blocks: int, kind: LayoutKind) -> Mapping[LayoutKind, Pool]:
         """See RowPools."""
         self.pools.clear()
-        for kind, layout in self._layouts.items():
-            share = layout.shares[self._rank]
-            self.pools[kind] = LayoutPool(share.layers, share.kv_heads, self._geometry.head_dim, num_blocks)
+        for each, holdings in self._holdings.items():
+            self.pools[each] = LayoutPool(holdings[self._rank], self._geometry.head_dim, num_blocks)
         return self.pools
 
     def plan(self, flip: FlipEntry) -> FlipPlan:

@@ -36,7 +36,7 @@ def row_parts(
             if chunk.layers not in planes:
                 planes[chunk.layers] = pool.planes(chunk.layers)
             if chunk.runs not in runs:
-                runs[chunk.runs] = Runs.of_blocks(chunk.runs)
+                runs[chunk.runs] = Runs.of_blocks(pool.own_runs(chunk.runs))
             part = RowPart(planes[chunk.layers], pool.own_heads(chunk.heads), runs[chunk.runs], chunk.num_bytes)
             parts.setdefault(peer, []).append(part)
     return parts

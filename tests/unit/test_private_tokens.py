@@ -1,0 +1,152 @@
+"""A KV cache cut by tokens, on real rank memories: logits, the byte oracle of rows, answers across flips, refusals."""
+
+from dataclasses import dataclass
+
+import gguf
+import pytest
+
+from services.core.ids import LayoutKind
+from services.core.kv_reshard import BlockRuns
+from services.mesh.model_files import ModelFiles, open_model
+from services.worker.participation import Worked
+from services.worker.private.private_memory import PrivateMode
+from tests.unit.private_group import check_rows, fill, flip, own_blocks, poison, pools_of, runs, whole_cache
+from tests.unit.rank_threads import Group, group_of
+from tests.unit.test_private_flips import check_weights, owned
+from tests.unit.test_runner import PROMPT, check_greedy
+from tests.unit.test_runner_logits import OTHER
+from tests.unit.test_runner_logits import PROMPT as LONG
+from tests.unit.test_runner_logits import check as check_logits
+from tests.unit.tiny_llama import TinyLlama, TinyShape, write_gguf
+
+PP, TP = LayoutKind.PP, LayoutKind.TP
+NUM_BLOCKS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a group shares the model and, in TP, the rows."""
+
+    kv_tokens: tuple[int, ...]
+    tp_weights: tuple[float, ...] | None = None
+    pp_layers: tuple[int, ...] | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.kv_tokens)
+
+
+CUTS = {
+    "two even": Cut((1, 1)),
+    "two, rows against weights": Cut((1, 3), (2.0, 1.0), (1, 3)),
+    "two, one without heads": Cut((3, 2), (9.0, 1.0)),
+    "three": Cut((2, 3, 1), (1.0, 4.0, 1.0), (1, 1, 2)),
+    "three, a rank that owns no row of a short request": Cut((1, 30, 1)),
+    "four, more than heads": Cut((1, 1, 1, 5)),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelFiles, TinyLlama]:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    model = write_gguf(path, TinyShape(num_layers=4), gguf.GGMLQuantizationType.Q4_1)
+    return open_model(path), model
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_logits_of_whole_prompts_chunks_and_decoding(tiny: tuple[ModelFiles, TinyLlama], cut: Cut) -> None:
+    """Chunks end within blocks and span owners; some steps have one row, others none on some rank."""
+    files, model = tiny
+    with group_of(files, cut.num_ranks, kv_tokens=cut.kv_tokens, tp_weights=cut.tp_weights, mode="dual") as group:
+        log = group.log
+        log.reset(TP, 64, 8, 256)
+        for pool in pools_of(group, TP):
+            poison(pool)
+        log.step([(2, 0, 50)], admitted=[log.admit(2, LONG)], sampled=[0])
+        log.settle()
+        check_logits(group, model, LONG)
+        other = log.admit(5, OTHER)
+        log.step([(5, 0, 7), (2, 50, 1)], admitted=[other], sampled=[1], tokens_through=log.sequence)
+        log.settle()
+        check_logits(group, model, log.requests[2][:-1])
+        log.step([(5, 7, 14)], sampled=[0])
+        log.settle()
+        check_logits(group, model, OTHER)
+        log.decode([5, 2], 20)
+        check_logits(group, model, log.requests[5][:-1], log.requests[2][:-1])
+
+
+def test_rows_follow_the_token_vector_and_weights_follow_theirs(tiny: tuple[ModelFiles, TinyLlama]) -> None:
+    """The two vectors the other way round would hold other blocks and other heads."""
+    with group_of(tiny[0], 2, kv_tokens=(1, 3), tp_weights=(2.0, 1.0), mode="dual") as group:
+        group.log.reset(TP, 10, 8, 160)
+        pools = pools_of(group, TP)
+        assert [own_blocks(pool) for pool in pools] == [[0, 4, 8], [1, 2, 3, 5, 6, 7, 9]]
+        assert [pool.keys[0].shape[:2] for pool in pools] == [(3, 3), (7, 3)]
+        assert pools[0].places is not None and pools[0].places.tolist() == [0, -1, -1, -1, 1, -1, -1, -1, 2, -1]
+        assert [len(rank.runner._layouts[TP].shares[index].heads) for index, rank in enumerate(group.ranks)] == [4, 2]
+        assert [pool.num_bytes for pool in pools] == [count * 4 * 3 * 2 * 16 * 16 * 4 for count in (3, 7)]
+
+
+LIVE = {
+    "nothing": runs(),
+    "one block": runs((7, 1)),
+    "scattered": runs((0, 1), (3, 5), (11, 9), (39, 1)),
+    "all": runs((0, NUM_BLOCKS)),
+}
+
+
+def there_and_back(group: Group, shape: TinyShape, live: BlockRuns, num_blocks: int) -> None:
+    cache = whole_cache(shape.num_layers, num_blocks, shape.num_kv_heads, shape.head_dim)
+    group.log.reset(PP, num_blocks, 8, 256)
+    for pool in pools_of(group, PP):
+        fill(pool, cache)
+    for target in (TP, PP, TP):
+        for pool in pools_of(group, target):
+            poison(pool)
+        flipped = flip(group, target, live)
+        assert all(isinstance(answer, Worked) for answer in flipped.answers)
+        assert len({parked.plan_hash for parked in flipped.parked}) == 1
+        for pool in pools_of(group, target):
+            check_rows(pool, cache, live)
+    held = [block for pool in pools_of(group, TP) for block in own_blocks(pool)]
+    assert sorted(held) == list(range(num_blocks))
+
+
+@pytest.mark.parametrize("mode", ["dual", "exchange"])
+@pytest.mark.parametrize("live", LIVE.values(), ids=LIVE)
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_to_tp_and_back_every_live_row_keeps_its_bits(
+    tiny: tuple[ModelFiles, TinyLlama], cut: Cut, live: BlockRuns, mode: PrivateMode
+) -> None:
+    with group_of(
+        tiny[0],
+        cut.num_ranks,
+        pp_layers=cut.pp_layers,
+        tp_weights=cut.tp_weights,
+        kv_tokens=cut.kv_tokens,
+        mode=mode,
+    ) as group:
+        there_and_back(group, TinyShape(num_layers=4), live, NUM_BLOCKS)
+        check_weights(group, TP, tiny)
+
+
+@pytest.mark.parametrize("mode", ["dual", "exchange"])
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_answers_across_flips_are_the_references(
+    tiny: tuple[ModelFiles, TinyLlama], cut: Cut, mode: PrivateMode
+) -> None:
+    files, model = tiny
+    with group_of(
+        files, cut.num_ranks, pp_layers=cut.pp_layers, tp_weights=cut.tp_weights, kv_tokens=cut.kv_tokens, mode=mode
+    ) as group:
+        group.log.reset(PP, 24, 8, 256)
+        group.log.prefill({0: PROMPT, 1: PROMPT[5:]}, 16)
+        for target in (TP, PP, TP):
+            for pool in pools_of(group, target):
+                poison(pool)
+            answers = flip(group, target, owned(group)).answers
+            assert all(isinstance(answer, Worked) for answer in answers), answers
+            group.log.decode([0, 1], 6)
+        check_greedy(model, group.log.requests[0], 40, 19)
+        check_greedy(model, group.log.requests[1], 35, 19)
