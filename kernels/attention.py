@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 import kernels._native as _native
+from kernels import paths
+from kernels.torch_path import attention as torch_attention
 
 BLOCK_SLOTS = 16
 MAX_HEAD_DIM = 256
@@ -67,9 +69,13 @@ def paged_attention(
         raise ValueError(f"attention cannot take window {window} and softcap {softcap}: each is absent or above 0")
     _check_batch(block_tables, row_of_sequence, query_start, context_tokens)
     part = _part_arguments(q_THD, lse_out, places)
+    if paths.takes_torch(q_THD):
+        tables = torch_attention.Tables(block_tables, row_of_sequence, query_start, context_tokens, places)
+        heads = slice(kv_head_begin, kv_head_begin + num_kv_heads)
+        masking = torch_attention.Masking(scale, window, softcap)
+        torch_attention.paged_attention(q_THD, (k_pool, v_pool), heads, tables, masking, out_THD, lse_out)
+        return
     num_tokens, num_q_heads, head_dim = q_THD.shape
-    num_blocks, num_pool_heads = k_pool.shape[:2]
-    num_table_rows, table_stride = block_tables.shape
     _native.paged_attention(
         q_THD.data_ptr(),
         k_pool.data_ptr(),
@@ -86,11 +92,9 @@ def paged_attention(
         head_dim,
         q_THD.stride(0),
         out_THD.stride(0),
-        num_blocks,
-        num_pool_heads,
+        *k_pool.shape[:2],
         kv_head_begin,
-        num_table_rows,
-        table_stride,
+        *block_tables.shape,
         window or 0,
         scale,
         softcap or 0.0,
@@ -121,6 +125,9 @@ def merge_partials(parts_NTHD: Tensor, lse_NTH: Tensor, out_THD: Tensor) -> None
             f"{tuple(parts_NTHD.shape)} strides {parts_NTHD.stride()}, lse {tuple(lse_NTH.shape)} strides "
             f"{lse_NTH.stride()}, out {tuple(out_THD.shape)} strides {out_THD.stride()}: see merge_partials"
         )
+    if paths.takes_torch(parts_NTHD):
+        torch_attention.merge_partials(parts_NTHD, lse_NTH, out_THD)
+        return
     _native.merge_partials(
         parts_NTHD.data_ptr(),
         lse_NTH.data_ptr(),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import kernels._native as _native
+from kernels import paths
 
 WORD_BYTES = 8
 CHUNK_BYTES = 16 << 20
@@ -39,7 +40,7 @@ def checksum(memory: Tensor | tuple[int, int], first_word: int = 0) -> int:
     """
     if isinstance(memory, tuple):
         address, num_bytes = memory
-    elif memory.device.type != "cpu":
+    elif paths.takes_torch(memory):
         return checksum_reference(memory, first_word)
     else:
         address, num_bytes = memory.data_ptr(), _as_bytes(memory).numel()

@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 import kernels._native as _native
+from kernels import paths
+from kernels.torch_path import rows as torch_rows
 
 _SILU, _GELU_TANH, _ADD = range(3)
-NO_SLOT = -1
+NO_SLOT = torch_rows.NO_SLOT
 """Of a token whose row another rank has."""
+_TORCH_GATES = (torch_rows.silu_mul, torch_rows.gelu_tanh_mul)
 
 
 def _rows(x: Tensor, like: Tensor) -> int:
@@ -32,6 +35,10 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, out_TH: Tensor) -> None
     num_rows, width = x_TH.shape
     if weight_H.numel() != width:
         raise ValueError(f"a norm of {weight_H.numel()} weights cannot take rows of {width}")
+    if paths.takes_torch(x_TH):
+        _rows(out_TH, x_TH)
+        torch_rows.rms_norm(x_TH, weight_H, eps, out_TH)
+        return
     _native.rms_norm(
         x_TH.data_ptr(),
         0,
@@ -51,6 +58,10 @@ def add_rms_norm(residual_TH: Tensor, delta_TH: Tensor, weight_H: Tensor, eps: f
     num_rows, width = residual_TH.shape
     if weight_H.numel() != width:
         raise ValueError(f"a norm of {weight_H.numel()} weights cannot take rows of {width}")
+    if paths.takes_torch(residual_TH):
+        add(residual_TH, delta_TH)
+        rms_norm(residual_TH, weight_H, eps, out_TH)
+        return
     _native.rms_norm(
         residual_TH.data_ptr(),
         delta_TH.data_ptr(),
@@ -72,6 +83,9 @@ def head_rms_norm(x_THD: Tensor, weight_D: Tensor, eps: float) -> None:
     token_stride, head_stride, inner_stride = x_THD.stride()
     if head_stride != head_dim or inner_stride != 1 or weight_D.numel() != head_dim:
         raise ValueError(f"contiguous heads of {weight_D.numel()} expected, got {tuple(x_THD.shape)} {x_THD.stride()}")
+    if paths.takes_torch(x_THD):
+        torch_rows.rms_norm(x_THD, weight_D, eps, x_THD)
+        return
     x, weight = x_THD.data_ptr(), weight_D.data_ptr()
     if token_stride == num_heads * head_dim:
         _native.rms_norm(x, 0, weight, x, num_tokens * num_heads, head_dim, head_dim, 0, head_dim, eps)
@@ -83,17 +97,14 @@ def head_rms_norm(x_THD: Tensor, weight_D: Tensor, eps: float) -> None:
 
 def _combine(x: Tensor, y: Tensor, out: Tensor, operation: int) -> None:
     num_rows, width = x.shape
-    _native.combine(
-        x.data_ptr(),
-        y.data_ptr(),
-        out.data_ptr(),
-        num_rows,
-        width,
-        _rows(x, out),
-        _rows(y, x),
-        _rows(out, x),
-        operation,
-    )
+    strides = (_rows(x, out), _rows(y, x), _rows(out, x))
+    if paths.takes_torch(x):
+        if operation == _ADD:
+            out.copy_(x + y)
+        else:
+            _TORCH_GATES[operation](x, y, out)
+        return
+    _native.combine(x.data_ptr(), y.data_ptr(), out.data_ptr(), num_rows, width, *strides, operation)
 
 
 def silu_mul(gate_TF: Tensor, up_TF: Tensor, out_TF: Tensor) -> None:
@@ -169,6 +180,10 @@ def rope_and_store(
             f"{tuple(v_THD.shape)} {v_strides}, table {tuple(cos_sin.shape)}, pool {tuple(k_pool.shape)} from head "
             f"{kv_head_begin}, positions {positions.dtype}: see rope_and_store for what fits"
         )
+    if paths.takes_torch(q_THD):
+        qkv, pools = (q_THD, k_THD, v_THD), (k_pool, v_pool)
+        torch_rows.rope_and_store(qkv, positions, slots, cos_sin, pools, kv_head_begin, interleaved=interleaved)
+        return
     _native.rope_and_store(
         q_THD.data_ptr(),
         k_THD.data_ptr(),

@@ -1,8 +1,9 @@
-"""Weights as they lie in memory (float32 to 2-bit blocks) and their products with float32 rows, on one core.
+"""Weights as they lie in memory (float32 to 2-bit blocks) and their products with float32 rows, on one core; on a
+device that C does not reach, of float32 weights alone and by torch.
 
 A `Matrix` is a view: it owns no bytes, keeps their owner alive, and is cut by rows or columns without copying. Products
 are exact to float32 rounding: weights become what ggml says they are, x is never quantised, sums are float32.
-Nothing here allocates tensors, starts threads or keeps state; other Python threads run during every call.
+In C nothing allocates tensors, starts threads or keeps state; other Python threads run during every call.
 
 Shapes: T rows of x (tokens), K input features (columns of the matrix), N output features (rows of the matrix).
 """
@@ -12,6 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 
 import kernels._native as _native
+from kernels import paths
+from kernels.torch_path import products
 from services.formats.ggml_types import GgmlType, block_bytes, block_length, row_bytes
 
 # Vectors of 16 floats are the widest there are (AVX-512); 8 stands for AVX2 and 4 for portable code.
@@ -72,6 +75,19 @@ class Matrix:
         stride_bytes = weight_NK.stride(0) * weight_NK.element_size()
         return Matrix(weight_NK.data_ptr(), GgmlType.F32, num_rows, num_columns, stride_bytes, weight_NK)
 
+    def tensor(self) -> torch.Tensor:
+        """[num_rows, num_columns] over the same memory; ValueError for all but a part of a float32 tensor."""
+        if self.ggml_type is not GgmlType.F32 or not isinstance(self.owner, torch.Tensor):
+            raise ValueError(
+                f"weights of type {self.ggml_type.name} in a {type(self.owner).__name__} cannot be seen as a float32 "
+                "tensor: expand them when they are loaded"
+            )
+        storage = self.owner.untyped_storage()
+        offset = (self.address - storage.data_ptr()) // torch.float32.itemsize
+        strides = (self.row_stride_bytes // torch.float32.itemsize, 1)
+        whole = torch.empty(0, dtype=torch.float32, device=self.owner.device)
+        return whole.set_(storage, offset, (self.num_rows, self.num_columns), strides)
+
     def rows(self, begin: int, end: int) -> "Matrix":
         """Rows [begin, end) of the same memory; raises ValueError outside the matrix."""
         _check_range("rows", begin, end, self.num_rows)
@@ -109,6 +125,9 @@ def multiply(
     """
     if x_TK.dtype is not torch.float32 or out_TN.dtype is not torch.float32:
         raise ValueError(f"x and out must be float32, got {x_TK.dtype} and {out_TN.dtype}")
+    if paths.takes_torch(x_TK):
+        products.multiply(x_TK, matrix.tensor(), out_TN, accumulate=accumulate)
+        return
     _native.linear_multiply(
         matrix.ggml_type,
         matrix.address,
@@ -153,6 +172,9 @@ def take_rows(matrix: Matrix, ids_T: torch.Tensor, out_TK: torch.Tensor, *, max_
             f"ids must be int32 or int64 in one dimension and out float32, got {ids_T.dtype} of shape "
             f"{list(ids_T.shape)} and {out_TK.dtype}"
         )
+    if paths.takes_torch(out_TK):
+        products.take_rows(matrix.tensor(), ids_T, out_TK)
+        return
     _native.linear_take_rows(
         matrix.ggml_type,
         matrix.address,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import kernels._native as _native
+from kernels import paths
 from kernels.checksum import checksum
 from services.core.ids import BLOCK_SLOTS
 from services.core.layout import Span
@@ -77,7 +78,7 @@ class Planes:
     @property
     def is_host(self) -> bool:
         """Whether the C kernels reach them."""
-        return self.tensors[0].device.type == "cpu"
+        return not paths.takes_torch(self.tensors[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

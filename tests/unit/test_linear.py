@@ -12,6 +12,7 @@ import torch
 
 from kernels.linear import Matrix, dequantize, multiply, take_rows
 from services.formats.ggml_types import GgmlType, GgmlTypeError, block_bytes, block_length, row_bytes
+from tests.unit.conftest import take_torch
 
 gguf = pytest.importorskip("gguf")
 
@@ -329,3 +330,41 @@ def test_the_answer_for_a_row_does_not_depend_on_what_the_other_rows_hold() -> N
         x[1:] = torch.randn(num_tokens - 1, 576)
         multiply(x, matrix, second)
         assert torch.equal(first[0], second[0])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 33])
+def test_torch_multiplies_pieces_of_float32_as_c_does(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    """Cut by rows and columns, out of a wider x and into a wider out, against float64 and against C."""
+    weights = torch.randn(40, 96, generator=generator)
+    part, wanted = Matrix.from_tensor(weights).rows(3, 37).columns(10, 90), weights[3:37, 10:90]
+    x = torch.randn(num_tokens, 100, generator=generator)[:, 7:87]
+    native, by_torch = (torch.full((num_tokens, 50), 7.0) for _ in range(2))
+    multiply(x, part, native[:, 4:38])
+    multiply(x, part, native[:, 4:38], accumulate=True)
+    take_torch(monkeypatch)
+    multiply(x, part, by_torch[:, 4:38])
+    assert_close(by_torch[:, 4:38], x, wanted)
+    multiply(x, part, by_torch[:, 4:38], accumulate=True)
+    torch.testing.assert_close(by_torch, native, rtol=1e-5, atol=1e-4)
+    assert (by_torch[:, :4] == 7).all() and (by_torch[:, 38:] == 7).all()
+
+
+def test_torch_takes_rows_and_refuses_what_it_cannot_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = torch.arange(60.0).view(10, 6)
+    take_torch(monkeypatch)
+    matrix, out = Matrix.from_tensor(weights).rows(2, 9), torch.full((3, 6), 7.0)
+    with pytest.raises(IndexError, match=r"id 7 at position 2 .* \[0, 7\)"):
+        take_rows(matrix, torch.tensor([1, 2, 7]), out)
+    assert (out == 7).all()
+    take_rows(matrix, torch.tensor([6, 0, 3], dtype=torch.int32), out)
+    assert torch.equal(out, weights[[8, 2, 5]])
+    stored = view(random_bytes(GgmlType.Q8_0, 4, 64, seed=1), GgmlType.Q8_0, 64)
+    with pytest.raises(ValueError, match="type Q8_0 in a memoryview cannot be seen as a float32 tensor"):
+        multiply(torch.zeros(2, 64), stored, torch.zeros(2, 4))
+    with pytest.raises(ValueError, match=r"\[2, 5\]"):
+        multiply(torch.zeros(2, 5), matrix, torch.zeros(2, 7))
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    with pytest.raises(ValueError, match="TF32"):
+        multiply(torch.zeros(2, 6), matrix, torch.zeros(2, 7))

@@ -58,7 +58,7 @@ def test_reference_uniform_is_the_first_two_words() -> None:
     assert sampling.uniform_reference(0, 0) == ((0x6627E8D5 << 32 | 0xE169C58D) >> 11) * 2.0**-53
 
 
-@pytest.mark.usefixtures("each_path")
+@pytest.mark.usefixtures("each_native_path")
 @pytest.mark.parametrize("num_ids", [1, 7, 8, 33, 1000, 5003])
 def test_greedy_takes_the_lowest_of_equal_logits(generator: torch.Generator, num_ids: int) -> None:
     logits = torch.randint(-3, 3, (20, num_ids), generator=generator).float() / 7
@@ -67,7 +67,7 @@ def test_greedy_takes_the_lowest_of_equal_logits(generator: torch.Generator, num
     assert ids.tolist() == [row.tolist().index(max(row.tolist())) for row in logits]
 
 
-@pytest.mark.usefixtures("each_path")
+@pytest.mark.usefixtures("each_native_path")
 @pytest.mark.parametrize("filters", FILTERS)
 def test_distribution_is_exact(filters: tuple[int, float, float]) -> None:
     """Chi-square over 40,000 positions of one seed, against probabilities by sorting: beyond 5 deviations fails."""
@@ -84,7 +84,7 @@ def test_distribution_is_exact(filters: tuple[int, float, float]) -> None:
     assert statistic <= freedom + 5 * math.sqrt(2 * max(freedom, 1))
 
 
-@pytest.mark.usefixtures("each_path")
+@pytest.mark.usefixtures("each_native_path")
 @pytest.mark.parametrize("filters", FILTERS)
 @pytest.mark.parametrize("ties", [False, True])
 def test_draws_match_the_sorting_reference(
@@ -107,7 +107,7 @@ def test_draws_match_the_sorting_reference(
             assert gap < 3e-6, f"row {row}: id {got}, reference {want}"
 
 
-@pytest.mark.usefixtures("each_path")
+@pytest.mark.usefixtures("each_native_path")
 @pytest.mark.parametrize("filters", [(5, 1.0, 0.0), (0, 0.5, 0.0), (0, 1.0, 1.0), (3072, 2.0**-10, 0.0)])
 def test_ties_at_the_border_keep_the_lowest_ids(filters: tuple[int, float, float]) -> None:
     logits = torch.zeros(400, 4096)
@@ -117,7 +117,7 @@ def test_ties_at_the_border_keep_the_lowest_ids(filters: tuple[int, float, float
     assert len(set(ids.tolist())) > min(kept, 400) // 2
 
 
-@pytest.mark.usefixtures("each_path")
+@pytest.mark.usefixtures("each_native_path")
 def test_draws_depend_on_seed_and_position_only(generator: torch.Generator) -> None:
     logits = torch.randn(1, 500, generator=generator).expand(64, -1)
     seeds, positions = torch.arange(64) // 8, torch.arange(64) % 8
@@ -149,7 +149,7 @@ def test_paths_draw_the_same_ids_to_the_bit(generator: torch.Generator, filters:
     assert all(torch.equal(a, b) for a, b in zip(*drawn, strict=True))
 
 
-@pytest.mark.usefixtures("each_path")
+@pytest.mark.usefixtures("each_native_path")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("filters", FILTERS)
 def test_p4_15_a_row_that_is_not_finite_is_flagged_alone(
@@ -169,7 +169,7 @@ def test_p4_15_a_row_that_is_not_finite_is_flagged_alone(
     assert (ids[0], ids[5]) == (want[0], want[5])
 
 
-@pytest.mark.usefixtures("each_path")
+@pytest.mark.usefixtures("each_native_path")
 @pytest.mark.parametrize("poison", [1e9, math.nan, math.inf])
 def test_p6_9_padded_columns_do_not_exist(generator: torch.Generator, poison: float) -> None:
     padded = torch.randn(50, 128, generator=generator)
@@ -186,7 +186,7 @@ def test_p6_9_padded_columns_do_not_exist(generator: torch.Generator, poison: fl
         sampling.log_softmax_at(padded, torch.full((50, 1), 101, dtype=torch.int32), torch.empty(50, 1), num_valid=101)
 
 
-@pytest.mark.usefixtures("each_path")
+@pytest.mark.usefixtures("each_native_path")
 @pytest.mark.parametrize("temperature", [1e-5, 1e-3, 1e4, 3e38])
 def test_extreme_temperatures_and_logits(temperature: float) -> None:
     logits = torch.tensor([[-3e38, 0.0, 3e38, -math.inf, 1.0]]).expand(200, -1)
@@ -208,7 +208,7 @@ def test_parameters_out_of_range_are_refused(name: str, value: float) -> None:
         _draw(torch.zeros(1, 4), given["temperature"], (0, given["top_p"], given["min_p"]))
 
 
-@pytest.mark.usefixtures("each_path")
+@pytest.mark.usefixtures("each_native_path")
 @pytest.mark.parametrize("num_ids", [5, 64, 4999])
 def test_logprobs(generator: torch.Generator, num_ids: int) -> None:
     logits = torch.randn(9, num_ids + 1, generator=generator)[:, 1:] * 5
