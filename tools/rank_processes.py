@@ -23,8 +23,9 @@ from services.core.step import LogEntry
 from services.mesh.layouts import both_layouts, cut_within_blocks, shard_units
 from services.mesh.lifeline import tie_to_parent
 from services.mesh.model_files import ModelFiles, open_model
-from services.worker.boot import free_memory_bytes, open_region, settle
+from services.worker.boot import open_region, settle
 from services.worker.collectives import ShmCarrier
+from services.worker.device import HOST
 from services.worker.execution import Answer
 from services.worker.private.private_memory import PrivateMode, PrivateSpec, private_memory
 from services.worker.private.wire import MAX_CHUNK_BYTES, MoveBounds
@@ -174,7 +175,7 @@ def _memory(
 ) -> RankMemory:
     if spec.mode != "shared":
         bounds = MoveBounds(MAX_CHUNK_BYTES, spec.limits.deadline_s)
-        return private_memory(files, layouts, carrier, PrivateSpec(spec.mode, LayoutKind.PP, bounds, free_memory_bytes))
+        return private_memory(files, layouts, carrier, PrivateSpec(spec.mode, LayoutKind.PP, bounds, HOST.free_bytes))
     cut = cut_within_blocks(files.geometry, files.tensors, layouts.values())
     store = WeightStore(files, fds["weights"], cut)
     store.expand(carrier.rank, spec.num_ranks)

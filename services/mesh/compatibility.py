@@ -6,7 +6,7 @@ not compute is refused where its files are read (formats.geometry); what the set
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
@@ -14,6 +14,7 @@ from types import MappingProxyType
 from services.core.layout import KvSharding
 from services.core.ledger import MemoryMode, PoolBacking
 from services.formats.ggml_types import GgmlType
+from services.formats.tensor_places import TensorPlace
 from services.mesh.errors import ConfigurationError
 
 
@@ -124,12 +125,16 @@ class Served(Enum):
     """As float32, made once at load."""
 
 
-_PLAIN = (GgmlType.F32, GgmlType.F16, GgmlType.BF16)
 SERVED = MappingProxyType(
     {(Device.CPU, kind): Served.DIRECT for kind in GgmlType}
-    | {(Device.CUDA, kind): Served.DIRECT if kind in _PLAIN else Served.EXPANDED for kind in GgmlType}
+    | {(Device.CUDA, kind): Served.EXPANDED for kind in GgmlType}
 )
 """(device, weight type): a pair that is absent has no kernel."""
+
+
+def expanded_by(device: Device, tensors: Mapping[str, TensorPlace]) -> frozenset[str]:
+    """Tensors that ranks on this device hold as float32, whatever the files have."""
+    return frozenset(name for name, place in tensors.items() if SERVED[device, place.ggml_type] is Served.EXPANDED)
 
 
 def check_combination(asked: Combination) -> None:

@@ -16,7 +16,7 @@ from services.core.tensor_shares import CanonicalTensor, canonical_tensor
 from services.formats.geometry import ModelGeometry
 from services.formats.ggml_types import block_bytes, block_length
 from services.formats.tensor_places import TensorPlace
-from services.mesh.compatibility import SERVED, CarrierKind, Combination, Device, Served, check_combination
+from services.mesh.compatibility import CarrierKind, Combination, Device, check_combination, expanded_by
 from services.mesh.layouts import both_layouts, cut_within_blocks, shard_units
 from services.mesh.memory_price import MachineDemand, ModelDemand, make_ledger
 from services.mesh.settings import GroupSettings, SchedulerSettings, Settings
@@ -126,7 +126,7 @@ def deployed_layouts(
 
 def _tensors(device: Device, model: Model, cut: frozenset[str]) -> list[CanonicalTensor]:
     """As a rank holds them: stored, or float32 where the device or a cut within a block asks for it."""
-    found = []
+    found, expanded = [], cut | expanded_by(device, model.tensors)
     for name, place in model.tensors.items():
         tied = name == "output" and model.geometry.tied_embeddings
         tensor = canonical_tensor(
@@ -137,7 +137,7 @@ def _tensors(device: Device, model: Model, cut: frozenset[str]) -> list[Canonica
             block_bytes=block_bytes(place.ggml_type),
             source="token_embd" if tied else None,
         )
-        if name in cut or SERVED[device, place.ggml_type] is Served.EXPANDED:
+        if name in expanded:
             tensor = replace(tensor, block_columns=1, block_bytes=FLOAT_BYTES)
         found.append(tensor)
     return found

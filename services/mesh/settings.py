@@ -41,9 +41,9 @@ class GroupSettings:
     layout: LayoutKind = LayoutKind.TP
     mode: Literal["shared", "dual", "exchange", "image"] = "shared"
     cold_image: bool = False
-    carrier: Literal["shm", "gloo"] = "shm"
+    carrier: Literal["shm", "gloo", "nccl"] = "shm"
     gloo_rendezvous: str = "127.0.0.1:0"
-    device: Literal["cpu"] = "cpu"
+    device: Literal["cpu", "cuda"] = "cpu"
     threads_per_rank: int = ranged(1, 1, 256)
     pp_layers: tuple[int, ...] | None = ranged(None, 0, 100_000)
     tp_weights: tuple[float, ...] | None = ranged(None, 0.0, 1e9)

@@ -3,7 +3,8 @@
 Never decides which rows run. Shapes: T tokens, S rows (sequences), N sampled rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +40,14 @@ class Batch:
     def num_sampled(self) -> int:
         """N."""
         return self.sampled_tokens.numel()
+
+    def on(self, place: torch.device) -> "Batch":
+        """The same with its tensors there: itself, where they are."""
+        if place.type == "cpu":
+            return self
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = {name: value.to(place) for name, value in values.items() if isinstance(value, Tensor)}
+        return Batch(**{**values, **tensors})
 
 
 def make_batch(resident: ResidentTable, rows: Rows, input_ids: Int32s) -> Batch:

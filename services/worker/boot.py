@@ -20,8 +20,8 @@ from services.core.layout import Layout, LayoutError
 from services.core.ledger import Ledger
 from services.formats.geometry import ModelGeometry
 from services.formats.gguf import GgufMetadata
+from services.mesh.compatibility import Device
 from services.mesh.errors import ConfigurationError
-from services.mesh.host_memory import HostMemoryReader
 from services.mesh.layouts import both_layouts, cut_within_blocks, shard_units
 from services.mesh.model_files import ModelFiles, open_model
 from services.mesh.settings import Settings
@@ -29,6 +29,7 @@ from services.mesh.state_paths import StatePaths
 from services.worker.backing import BackingError
 from services.worker.cold_image import ColdImageError
 from services.worker.collectives import Carrier, ShmCarrier
+from services.worker.device import RankDevice, rank_device
 from services.worker.ledger_report import priced
 from services.worker.private.pool_pair import least_message_bytes
 from services.worker.private.private_memory import PrivateSpec, private_memory
@@ -86,9 +87,10 @@ def build_rig(settings: Settings, rank: Rank, fds: Mapping[str, int], ring: Ring
     ledger = priced(settings, files)
     units = shard_units(files.geometry, files.tensors)
     layouts = both_layouts(units, group.num_ranks, group.pp_layers, group.tp_weights, group.token_vector)
-    carrier = open_carrier(settings, rank, fds["flags"], files.geometry)
-    memory, num_expanded = rank_memory(settings, rank, fds, files, layouts, carrier)
-    runner = Runner(rank, files.geometry, memory, layouts, carrier, runner_limits(settings, files), ring)
+    device = rank_device(Device(group.device), rank)
+    carrier = open_carrier(settings, rank, fds["flags"], files.geometry, device)
+    memory, num_expanded = rank_memory(settings, rank, fds, files, layouts, carrier, device)
+    runner = Runner(rank, files.geometry, memory, layouts, carrier, runner_limits(settings, files), ring, device)
     settle()
     boot_ns = time.perf_counter_ns() - began_ns
     return Rig(rank, files, memory, layouts, carrier, runner, boot_ns, num_expanded, ledger)
@@ -101,6 +103,7 @@ def rank_memory(
     files: ModelFiles,
     layouts: Mapping[LayoutKind, Layout],
     carrier: Carrier,
+    device: RankDevice,
 ) -> tuple[RankMemory, int]:
     """Weights and pools as the mode keeps them, and how many tensors this rank expanded for all.
 
@@ -113,7 +116,7 @@ def rank_memory(
     try:
         if group.mode != "shared":
             cold = StatePaths(settings.state.dir).create_images() if group.cold_image else None
-            spec = PrivateSpec(group.mode, group.layout, bounds, free_memory_bytes, cold_directory=cold)
+            spec = PrivateSpec(group.mode, group.layout, bounds, device.free_bytes, cold_directory=cold, device=device)
             return private_memory(files, layouts, carrier, spec), 0
     except (LayoutError, BackingError, ColdImageError) as error:
         raise ConfigurationError(f"[group] does not fit this model or this host: {error}") from error
@@ -123,12 +126,7 @@ def rank_memory(
     return SharedMemory(rank, store, fds["pool"], geometry, layouts), num_expanded
 
 
-def free_memory_bytes() -> int:
-    """Memory that this process's control groups, or else the machine, have left."""
-    return HostMemoryReader().read().left_bytes
-
-
-def open_carrier(settings: Settings, rank: Rank, flags_fd: int, geometry: ModelGeometry) -> Carrier:
+def open_carrier(settings: Settings, rank: Rank, flags_fd: int, geometry: ModelGeometry, device: RankDevice) -> Carrier:
     """The data plane that the settings name.
 
     Raises:
@@ -143,7 +141,12 @@ def open_carrier(settings: Settings, rank: Rank, flags_fd: int, geometry: ModelG
 
     address, store = meet(flags_fd, rank, group.gloo_rendezvous, settings.deadlines.boot_s)
     bounds = GlooBounds(max_rows=settings.scheduler.max_resident_requests, num_board_steps=2 * MAX_UNREAD_STEPS)
-    return GlooCarrier(address, rank, group.num_ranks, group.num_ranks - 1, bounds, store)
+    members = (address, rank, group.num_ranks, group.num_ranks - 1, bounds, store)
+    if group.carrier == "gloo":
+        return GlooCarrier(*members)
+    from services.worker.device_carrier import DeviceCarrier
+
+    return DeviceCarrier(*members, place=device.place, backend="nccl")
 
 
 def runner_limits(settings: Settings, files: ModelFiles) -> RunnerLimits:

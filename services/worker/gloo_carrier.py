@@ -16,9 +16,8 @@ from collections import OrderedDict, deque
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
-from queue import SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch._C._distributed_c10d import TCPStore
@@ -33,6 +32,7 @@ from torch.distributed import (
 
 from kernels.collectives import AbortReason, CollectiveError, Operation, Purpose, Status, Wait
 from services.worker.collectives import DEFAULT_DEADLINE_S, CarrierCounters
+from services.worker.lane import Lane
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -68,16 +68,23 @@ class GlooBounds:
     num_board_steps: int = 64
 
 
+class Posted(Protocol):
+    """A message under way."""
+
+    def wait(self, timeout: timedelta) -> object:
+        """Returns once its tensors are free; RuntimeError where it failed or its time is over."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Posted:
+class _Message:
     """Handles not yet waited for, and the tensors that must live until then."""
 
-    works: tuple[Work, ...]
+    works: tuple[Posted, ...]
     tensors: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class Call:
     """What a call is, for its error; the deadline is absolute on the monotonic clock."""
 
     operation: Operation
@@ -95,32 +102,6 @@ def listen(host: str, port: int) -> TCPStore:
     """Rank 0's store, in which the group meets; port 0 takes a free one. RuntimeError where it cannot be bound."""
     deadline = timedelta(seconds=DEFAULT_DEADLINE_S)
     return TCPStore(host, port, is_master=True, timeout=deadline, wait_for_workers=False)
-
-
-class _Lane:
-    """One daemon thread that runs calls in order, so that a caller can leave one behind."""
-
-    def __init__(self, name: str) -> None:
-        self._calls: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
-        Thread(target=self._run, name=name, daemon=True).start()
-
-    def submit(self, call: Callable[[], None]) -> Future[None]:
-        done: Future[None] = Future()
-        self._calls.put((done, call))
-        return done
-
-    def close(self) -> None:
-        self._calls.put(None)
-
-    def _run(self) -> None:
-        while (item := self._calls.get()) is not None:
-            done, call = item
-            try:
-                call()
-            except Exception as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
 
 
 class GlooCarrier:
@@ -150,14 +131,14 @@ class GlooCarrier:
         options._devices = [gloo.create_device(hostname=address.bind_host)]
         options._timeout = timedelta(seconds=DEFAULT_DEADLINE_S)
         self._group: Any = gloo(self._store, rank, num_ranks, options)
-        self._posted: dict[int, deque[_Posted]] = {peer: deque() for peer in range(num_ranks)}
-        self._published: deque[_Posted] = deque()
+        self._posted: dict[int, deque[_Message]] = {peer: deque() for peer in range(num_ranks)}
+        self._published: deque[_Message] = deque()
         self._board: OrderedDict[int, Tensor] = OrderedDict()
         self._aborted: Future[AbortReason] = Future()
         self._failure: CollectiveError | None = None
         self._num_operations = 0
         self._wait_ns = 0
-        self._lane = _Lane(f"gloo-{rank}")
+        self._lane = Lane(f"gloo-{rank}")
         Thread(
             target=self._watch, args=(self._connect(address, False),), name=f"gloo-watch-{rank}", daemon=True
         ).start()
@@ -165,10 +146,7 @@ class GlooCarrier:
     def all_reduce(self, tensor: Tensor, *, deadline_s: float, purpose: Purpose) -> None:
         """See Carrier."""
         call = self._call(Operation.ALL_REDUCE, purpose, self.rank, deadline_s)
-        options = AllreduceOptions()
-        options.reduceOp = ReduceOp(ReduceOp.SUM)
-        options.timeout = timedelta(seconds=deadline_s)
-        self._run(call, lambda: _finish(self._group.allreduce([tensor], options)))
+        self._run(call, lambda: self._sum(call, tensor))
 
     def all_gather_columns(
         self, part_own: Tensor, widths: Sequence[int], *, to_rank: int | None, deadline_s: float, purpose: Purpose
@@ -198,10 +176,7 @@ class GlooCarrier:
     def broadcast(self, tensor: Tensor, from_rank: int, *, deadline_s: float, purpose: Purpose) -> None:
         """See Carrier."""
         call = self._call(Operation.BROADCAST, purpose, from_rank, deadline_s)
-        options = BroadcastOptions()
-        options.rootRank = from_rank
-        options.timeout = timedelta(seconds=deadline_s)
-        self._run(call, lambda: _finish(self._group.broadcast([tensor], options)))
+        self._run(call, lambda: self._spread(call, tensor, from_rank))
 
     def barrier(self, *, deadline_s: float, purpose: Purpose) -> None:
         """See Carrier."""
@@ -219,8 +194,8 @@ class GlooCarrier:
             _make_room(self._posted[to_rank], self._bounds.max_messages_in_flight, call)
             works = [self._group.send([header], to_rank, HEADER_TAG)]
             if payload.numel():
-                works.append(self._group.send([payload], to_rank, PAYLOAD_TAG))
-            self._posted[to_rank].append(_Posted(tuple(works), (header, payload)))
+                works.append(self._ship(payload, to_rank))
+            self._posted[to_rank].append(_Message(tuple(works), (header, payload)))
 
         self._run(call, post)
 
@@ -237,7 +212,7 @@ class GlooCarrier:
             if got_bytes != into.nbytes:
                 raise self._error(call, Status.MISMATCH, Wait.SAME_BYTES, into.nbytes, got_bytes)
             if got_bytes:
-                self._group.recv([_bytes_of(into)], from_rank, PAYLOAD_TAG).wait(call.left())
+                self._fetch(call, _bytes_of(into), from_rank)
 
         self._run(call, take)
 
@@ -260,7 +235,7 @@ class GlooCarrier:
             _make_room(self._published, self._bounds.num_board_steps, call)
             peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
             works = tuple(self._group.send([message], peer, TOKENS_TAG) for peer in peers)
-            self._published.append(_Posted(works, (message,)))
+            self._published.append(_Message(works, (message,)))
 
         self._run(call, post)
         self._keep(sequence, ids.clone())
@@ -320,8 +295,29 @@ class GlooCarrier:
         with contextlib.suppress(Exception):
             self._aborted.set_result(reason)
 
-    def _swap(self, call: _Call, tag: int, given: Mapping[int, Tensor], taken: Mapping[int, Tensor]) -> None:
-        """On the lane: one message to each peer given something, one from each that something is taken from."""
+    # On the lane, and what another kind of group does otherwise.
+
+    def _sum(self, call: Call, tensor: Tensor) -> None:
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp(ReduceOp.SUM)
+        options.timeout = timedelta(seconds=call.deadline_s)
+        _finish(self._group.allreduce([tensor], options))
+
+    def _spread(self, call: Call, tensor: Tensor, from_rank: int) -> None:
+        options = BroadcastOptions()
+        options.rootRank = from_rank
+        options.timeout = timedelta(seconds=call.deadline_s)
+        _finish(self._group.broadcast([tensor], options))
+
+    def _ship(self, payload: Tensor, peer: int) -> Posted:
+        posted: Posted = self._group.send([payload], peer, PAYLOAD_TAG)
+        return posted
+
+    def _fetch(self, call: Call, into: Tensor, peer: int) -> None:
+        self._group.recv([into], peer, PAYLOAD_TAG).wait(call.left())
+
+    def _swap(self, call: Call, tag: int, given: Mapping[int, Tensor], taken: Mapping[int, Tensor]) -> None:
+        """One message to each peer given something, one from each that something is taken from."""
         works = [
             post([tensor], peer, tag)
             for post, tensors in ((self._group.send, given), (self._group.recv, taken))
@@ -331,7 +327,7 @@ class GlooCarrier:
         for work in works:
             work.wait(call.left())
 
-    def _receive_tokens(self, message: Tensor, call: _Call) -> None:
+    def _receive_tokens(self, message: Tensor, call: Call) -> None:
         self._group.recv([message], self._sampling_rank, TOKENS_TAG).wait(call.left())
 
     def _keep(self, sequence: int, ids: Tensor) -> None:
@@ -339,10 +335,10 @@ class GlooCarrier:
         if len(self._board) > self._bounds.num_board_steps:
             self._board.popitem(last=False)
 
-    def _call(self, operation: Operation, purpose: Purpose, peer: int, deadline_s: float) -> _Call:
-        return _Call(operation, purpose, peer, deadline_s, time.monotonic() + deadline_s)
+    def _call(self, operation: Operation, purpose: Purpose, peer: int, deadline_s: float) -> Call:
+        return Call(operation, purpose, peer, deadline_s, time.monotonic() + deadline_s)
 
-    def _run(self, call: _Call, work: Callable[[], None]) -> None:
+    def _run(self, call: Call, work: Callable[[], None]) -> None:
         """Runs on the lane; raises its failure as one of the closed set, or ABORTED without waiting for the lane."""
         if self._failure is not None:
             raise self._failure
@@ -360,13 +356,13 @@ class GlooCarrier:
         if error is not None:
             raise self._fail(self._translated(call, error)) from error
 
-    def _left_behind(self, call: _Call) -> CollectiveError:
+    def _left_behind(self, call: Call) -> CollectiveError:
         if not self._aborted.done():
             return self._error(call, Status.DATA_TIMEOUT, Wait.NOTHING, 0, 0, "gloo did not return")
         reason = self._aborted.result()
         return self._error(call, Status.ABORTED, Wait.NOTHING, 0, int(reason), f"aborted by {reason.name}")
 
-    def _translated(self, call: _Call, error: BaseException) -> CollectiveError:
+    def _translated(self, call: Call, error: BaseException) -> CollectiveError:
         if isinstance(error, CollectiveError):
             return error
         text = str(error).splitlines()[0]
@@ -381,7 +377,7 @@ class GlooCarrier:
         return error
 
     def _error(
-        self, call: _Call, status: Status, wait_for: Wait, waited: int, seen: int, cause: str = ""
+        self, call: Call, status: Status, wait_for: Wait, waited: int, seen: int, cause: str = ""
     ) -> CollectiveError:
         return CollectiveError(
             status,
@@ -401,7 +397,7 @@ def _finish(work: Work) -> None:
     work.wait()
 
 
-def _make_room(posted: deque[_Posted], bound: int, call: _Call) -> None:
+def _make_room(posted: deque[_Message], bound: int, call: Call) -> None:
     """Waits for the oldest handles until one more may be posted."""
     while len(posted) >= bound:
         for work in posted[0].works:

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from services.core.step import AbandonEntry, CommitEntry, FlipEntry, LogEntry, R
 from services.formats.geometry import ModelGeometry
 from services.worker.batch import Batch, make_batch
 from services.worker.collectives import Carrier
+from services.worker.device import HOST, RankDevice
 from services.worker.holders import Held, LayoutHolder, switch_all
 from services.worker.kv_cache import Pool
 from services.worker.model.stage import Stage, StageSpec, build_stage
@@ -34,9 +34,7 @@ from services.worker.rank_memory import RankMemory, work_on
 from services.worker.resident import Int32s, Int64s, ResidentLimits, ResidentTable, Rows
 from services.worker.ring import RingWriter
 from services.worker.sampler import Sampled, Sampler
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+from services.worker.wait_clock import WaitClock
 
 DIGEST_BYTES = 8
 MAX_UNREAD_STEPS = 32
@@ -72,20 +70,6 @@ class _Unread:
     position: Int64s
     ids: Int32s | None
     """On the rank that sampled them; None: they are on the board."""
-
-
-class WaitClock:
-    """Calls that wait for peers, and how long they took in all."""
-
-    def __init__(self) -> None:
-        self.waited_ns = 0
-
-    def timed(self, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Makes one call and adds its time."""
-        began_ns = time.perf_counter_ns()
-        result = call(*args, **kwargs)
-        self.waited_ns += time.perf_counter_ns() - began_ns
-        return result
 
 
 @dataclass(slots=True)
@@ -148,8 +132,9 @@ class Runner:
         carrier: Carrier,
         limits: RunnerLimits,
         ring: RingWriter | None = None,
+        device: RankDevice = HOST,
     ) -> None:
-        self._rank, self._geometry, self._layouts = rank, geometry, layouts
+        self._rank, self._geometry, self._layouts, self._device = rank, geometry, layouts, device
         self._carrier, self._memory, self._limits = carrier, memory, limits
         self._clock = WaitClock()
         self._stages: dict[LayoutKind, Stage] = {
@@ -180,6 +165,7 @@ class Runner:
             reduce=self._all_reduce if summed else _keep,
             max_batch_tokens=self._limits.max_batch_tokens,
             max_context_tokens=self._geometry.max_context_tokens,
+            place=self._device.place,
             token_peers=TokenPeers(self._rank, layout.shares, self._gather, self._all_to_all) if by_tokens else None,
         )
 
@@ -328,9 +314,10 @@ class Runner:
         self._chain(sequence, rows, input_ids)
         digest = int.from_bytes(self._digest, "little")
         self._record(RecordKind.STEP_BEGAN, sequence, digest=digest)
-        batch = make_batch(resident, rows, input_ids)
+        batch = make_batch(resident, rows, input_ids).on(self._device.place)
         self._run(active, batch, sequence)
         sampled = self._sample(active, resident, rows, batch, sequence) if batch.num_sampled else None
+        self._device.finish()
         waited_ns = self._clock.waited_ns - waited_ns
         compute_ns = time.perf_counter_ns() - began_ns - waited_ns
         self.compute_ns += compute_ns
@@ -392,7 +379,7 @@ class Runner:
         logits = self._whole_logits(active, batch)
         sampled = None
         if logits is not None:
-            sampled = self._sampler.sample(logits, resident, request, position)
+            sampled = self._sampler.sample(logits.cpu(), resident, request, position)
             if active.layout.num_ranks > 1:
                 self._record(RecordKind.TOKENS_PUBLISHED, step)
                 self._carrier.publish_tokens(step, torch.from_numpy(sampled.ids))

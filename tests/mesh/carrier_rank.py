@@ -11,7 +11,9 @@ import torch
 
 from kernels.collectives import CollectiveError, Purpose, ShmRegion
 from services.worker.collectives import Carrier, ShmCarrier
+from services.worker.device_carrier import DeviceCarrier
 from services.worker.gloo_carrier import GlooAddress, GlooBounds, GlooCarrier
+from tests.gpu.on_device import OnDevice
 from tests.mesh.carrier_scenarios import SCENARIOS
 
 
@@ -20,7 +22,15 @@ def open_carrier(order: dict[str, Any], rank: int) -> Carrier:
     if order["carrier"] == "shm":
         return ShmCarrier(ShmRegion(order["fd"]), rank)
     bounds = GlooBounds(max_rows=64, num_board_steps=8)
-    return GlooCarrier(GlooAddress("127.0.0.1", order["port"]), rank, num_ranks, num_ranks - 1, bounds)
+    members = (GlooAddress("127.0.0.1", order["port"]), rank, num_ranks, num_ranks - 1, bounds)
+    match order["carrier"]:
+        case "nccl":
+            place = torch.device("cuda", rank % torch.cuda.device_count())
+            return OnDevice(DeviceCarrier(*members, place=place, backend="nccl"), place)
+        case "device":
+            return DeviceCarrier(*members, place=torch.device("cpu"), backend="gloo")
+        case _:
+            return GlooCarrier(*members)
 
 
 def answer(order: dict[str, Any], rank: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import pytest
 from kernels.collectives import RegionShape, ShmRegion
 
 ROOT = Path(__file__).parents[2]
-CARRIERS = ("shm", "gloo")
+CARRIERS = ("shm", "gloo", "device")
 MAX_RANKS = 3
 # The scenarios' own deadline is 1 s; gloo's lane is given two more.
 NAMED_WITHIN_S = 4.0

@@ -18,6 +18,7 @@ from services.core.step import LogEntry
 from services.mesh.layouts import both_layouts, cut_within_blocks, shard_units
 from services.mesh.model_files import ModelFiles
 from services.worker.collectives import ShmCarrier
+from services.worker.device import HOST, RankDevice
 from services.worker.execution import Answer
 from services.worker.private.private_memory import PrivateMode, PrivateSpec, private_memory
 from services.worker.private.wire import MoveBounds
@@ -80,6 +81,7 @@ def group_of(
     kv_tokens: Sequence[int] | None = None,
     limits: RunnerLimits = LIMITS,
     mode: Literal["shared"] | PrivateMode = "shared",
+    device: RankDevice = HOST,
     keeps: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Group]:
     """Runners of one group, ready for RESET; all threads have ended on the way out.
@@ -102,14 +104,14 @@ def group_of(
         memory: RankMemory
         if mode != "shared":
             bounds = MoveBounds(CHUNK_BYTES, limits.deadline_s)
-            spec = PrivateSpec(mode, LayoutKind.PP, bounds, lambda: 1 << 40, 4096)
+            spec = PrivateSpec(mode, LayoutKind.PP, bounds, lambda: 1 << 40, 4096, device=device)
             memory = private_memory(files, layouts, carriers[-1], replace(spec, **keeps))
             owned.append(memory)
         else:
             store = WeightStore(files, weights_fd, cut)
             store.expand(rank, num_ranks)
             memory = SharedMemory(Rank(rank), store, pool_fd, files.geometry, layouts)
-        runner = Runner(Rank(rank), files.geometry, memory, layouts, carriers[-1], limits)
+        runner = Runner(Rank(rank), files.geometry, memory, layouts, carriers[-1], limits, device=device)
         ranks.append(RankThread(runner))
     try:
         yield Group(ranks, LogDriver(ranks), LogitsTap(ranks[-1].runner), region)

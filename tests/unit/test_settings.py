@@ -95,7 +95,7 @@ def test_the_environment_names_the_file(tmp_path: Path, monkeypatch: pytest.Monk
         ("[group]\nnum_ranks = true", "group.num_ranks = True is not a whole number"),
         ('[group]\nnum_ranks = "2"', "group.num_ranks = '2' is not a whole number"),
         ('[group]\nlayout = "ep"', 'group.layout = \'ep\' is not one of "pp", "tp"'),
-        ('[group]\ncarrier = "nccl"', 'group.carrier = \'nccl\' is not one of "shm", "gloo"'),
+        ('[group]\ncarrier = "mpi"', 'group.carrier = \'mpi\' is not one of "shm", "gloo", "nccl"'),
         ('[group]\npp_layers = [1, "2"]', "is not a list in which each entry is a whole number"),
         (
             '[group]\nmemory_bytes = "most"',

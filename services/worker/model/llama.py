@@ -82,12 +82,11 @@ class Activations:
 
     def __init__(self, spec: StageSpec) -> None:
         geometry, share, rows = spec.geometry, spec.share, spec.max_batch_tokens
-        self.hidden = torch.zeros(rows * geometry.hidden_size)
-        self.normed = torch.zeros(rows * geometry.hidden_size)
-        self.qkv = torch.zeros(rows * (len(share.heads) + 2 * len(share.kv_heads)) * geometry.head_dim)
-        self.attended = torch.zeros(rows * len(share.heads) * geometry.head_dim)
-        self.gate = torch.zeros(rows * len(share.ffn))
-        self.up = torch.zeros(rows * len(share.ffn))
+        heads, kv_heads = len(share.heads) * geometry.head_dim, len(share.kv_heads) * geometry.head_dim
+        self.hidden, self.normed = (torch.zeros(rows * geometry.hidden_size, device=spec.place) for _ in range(2))
+        self.qkv = torch.zeros(rows * (heads + 2 * kv_heads), device=spec.place)
+        self.attended = torch.zeros(rows * heads, device=spec.place)
+        self.gate, self.up = (torch.zeros(rows * len(share.ffn), device=spec.place) for _ in range(2))
 
 
 def _view(buffer: Tensor, num_tokens: int, width: int) -> Tensor:
@@ -106,7 +105,7 @@ class LlamaStage:
         self._head = store.matrix("output", rows=share.vocab) if share.has_head else None
         divisors = torch.tensor(geometry.rope_divisors, dtype=torch.float64)
         table = rope_table(geometry.head_dim, geometry.rope_theta, spec.max_context_tokens, divisors)
-        self._rotary = Rotary(table, geometry.rope_pairing is RopePairing.INTERLEAVED)
+        self._rotary = Rotary(table.to(spec.place), geometry.rope_pairing is RopePairing.INTERLEAVED)
         self._buffers = Activations(spec)
         self._by_tokens = None
         if spec.token_peers is not None:
@@ -133,7 +132,7 @@ class LlamaStage:
     def logits(self, batch: Batch) -> Tensor:
         """[N, this share's vocabulary rows]."""
         rows = self.hidden(batch.num_tokens).index_select(0, batch.sampled_tokens)
-        out = torch.empty((batch.num_sampled, len(self._spec.share.vocab)))
+        out = rows.new_empty((batch.num_sampled, len(self._spec.share.vocab)))
         if self._head is not None and self._output_norm is not None:
             rms_norm(rows, self._output_norm, self._spec.geometry.norm_epsilon, rows)
             multiply(rows, self._head, out)

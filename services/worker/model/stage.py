@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from kernels.collective_status import Purpose
@@ -34,6 +35,8 @@ class StageSpec:
     max_batch_tokens: int
     max_context_tokens: int
     """Positions that the rotary table covers."""
+    place: torch.device
+    """Where the stage's tensors are, and those of its batches and pools."""
     token_peers: TokenPeers | None = None
     """Where the KV cache is cut by tokens: who has the other rows."""
 

@@ -44,14 +44,14 @@ class Rotary:
 
 
 class TokenAttention:
-    """One rank's end, with buffers for the largest step."""
+    """One rank's end, with buffers for the largest step where the rotary table is."""
 
     def __init__(self, peers: TokenPeers, head_dim: int, max_batch_tokens: int, rotary: Rotary) -> None:
         self.peers, self.head_dim, self.rotary = peers, head_dim, rotary
         counts = [len(share.heads) for share in peers.shares]
         part = max_batch_tokens * (head_dim + 1)
-        self.given = torch.zeros(part * sum(counts))
-        self.taken = torch.zeros(part * len(counts) * counts[peers.rank])
+        self.given = rotary.table.new_zeros(part * sum(counts))
+        self.taken = rotary.table.new_zeros(part * len(counts) * counts[peers.rank])
 
     def step(self, batch: Batch, pool: Pool) -> "TokenStep":
         """One step's views, for all of its layers."""

@@ -105,7 +105,7 @@ class ArenaWeights:
     def vector(self, name: str) -> Tensor:
         """[columns] float32, read from the files once."""
         if name not in self._vectors:
-            self._vectors[name] = file_vector(self._files, name)
+            self._vectors[name] = file_vector(self._files, name).to(self._arena.flat.device)
         return self._vectors[name]
 
 

@@ -9,29 +9,32 @@ from collections.abc import Mapping
 from services.core.ids import LayoutKind, Rank
 from services.core.layout import Layout
 from services.core.step import FlipEntry
+from services.mesh.compatibility import expanded_by
 from services.mesh.layouts import cut_within_blocks, shard_units
 from services.mesh.model_files import ModelFiles
+from services.worker.device import HOST, RankDevice
 from services.worker.kv_cache import Pool
 from services.worker.model.stage import Weights
 from services.worker.private.owned_weights import OwnedWeights, load_pieces, release_mapped
 from services.worker.private.pieces import canonical_tensors, matrices, resident_pieces, total_bytes
-from services.worker.private.private_bytes import private_bytes
 from services.worker.private.row_pools import RowPools
 from services.worker.rank_memory import FlipPlan, Moved
 
 
-def owned_weights(files: ModelFiles, rank: Rank, layouts: Mapping[LayoutKind, Layout]) -> OwnedWeights:
+def owned_weights(
+    files: ModelFiles, rank: Rank, layouts: Mapping[LayoutKind, Layout], device: RankDevice = HOST
+) -> OwnedWeights:
     """Loads what the rank needs for both layouts.
 
     Raises:
         LayoutError: a layout cuts a tensor where it cannot be cut.
     """
     geometry = files.geometry
-    cut = cut_within_blocks(geometry, files.tensors, layouts.values())
+    cut = cut_within_blocks(geometry, files.tensors, layouts.values()) | expanded_by(device.kind, files.tensors)
     tensors = matrices(canonical_tensors(files.tensors, cut, is_tied=geometry.tied_embeddings))
     units = shard_units(geometry, files.tensors)
     pieces = resident_pieces(rank, tuple(layouts.values()), units, tensors, cut)
-    memory = private_bytes(total_bytes(pieces), wants_large_pages=True)
+    memory = device.zeros(total_bytes(pieces), wants_large_pages=True)
     load_pieces(memory, pieces, files)
     release_mapped(files)
     return OwnedWeights(files, pieces, {tensor.name: tensor.source for tensor in tensors}, memory)

@@ -15,6 +15,7 @@ from services.core.ids import LayoutKind
 from services.core.layout import Layout
 from services.core.reshard import stable_hash
 from services.core.step import FlipEntry
+from services.mesh.compatibility import Device
 from services.mesh.model_files import ModelFiles
 from services.worker.arena import Arena
 from services.worker.backing import MakeBacking
@@ -126,6 +127,7 @@ def exchange_memory(
     kind: LayoutKind,
     make_backing: MakeBacking,
     page_bytes: int = PAGE_BYTES,
+    device: Device = Device.CPU,
 ) -> ExchangeMemory:
     """Plans, takes the memory and loads the layout `kind`.
 
@@ -133,7 +135,7 @@ def exchange_memory(
         LayoutError: a layout cuts a tensor where it cannot be cut.
         MissingMemoryError: there is no memory for the arena.
     """
-    plan = exchange_plan(files, layouts, page_bytes)
+    plan = exchange_plan(files, layouts, page_bytes, device)
     sizes = {"weights arena": plan.arenas.num_pages[wire.rank], "weights staging": plan.staging_pages}
     arena, staging = (make_backing(name, num_pages * page_bytes) for name, num_pages in sizes.items())
     pages = Arena(wire.rank, arena, staging, page_bytes)

@@ -12,6 +12,7 @@ from services.core.exchange import Exchange, exchange_plans
 from services.core.ids import LayoutKind
 from services.core.layout import Layout
 from services.core.tensor_shares import CanonicalTensor, held_shards
+from services.mesh.compatibility import Device, expanded_by
 from services.mesh.layouts import cut_within_blocks, shard_units
 from services.mesh.model_files import ModelFiles
 from services.worker.private.pieces import canonical_tensors, matrices
@@ -39,15 +40,15 @@ class ExchangePlan:
 
 
 def exchange_plan(
-    files: ModelFiles, layouts: Mapping[LayoutKind, Layout], page_bytes: int = PAGE_BYTES
+    files: ModelFiles, layouts: Mapping[LayoutKind, Layout], page_bytes: int = PAGE_BYTES, kind: Device = Device.CPU
 ) -> ExchangePlan:
-    """Plans both directions.
+    """Plans both directions, for ranks on devices of one kind.
 
     Raises:
         LayoutError: a layout cuts a tensor where it cannot be cut.
     """
     units = shard_units(files.geometry, files.tensors)
-    expanded = cut_within_blocks(files.geometry, files.tensors, layouts.values())
+    expanded = cut_within_blocks(files.geometry, files.tensors, layouts.values()) | expanded_by(kind, files.tensors)
     tensors = matrices(canonical_tensors(files.tensors, expanded, is_tied=files.geometry.tied_embeddings))
     pp, tp = (held_shards(layouts[kind], units, tensors) for kind in (LayoutKind.PP, LayoutKind.TP))
     arenas = place_pieces(tensors, pp, tp, page_bytes)

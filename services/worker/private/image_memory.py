@@ -15,6 +15,7 @@ from services.core.ids import LayoutKind
 from services.core.layout import Layout
 from services.core.reshard import stable_hash
 from services.core.step import FlipEntry
+from services.mesh.compatibility import Device
 from services.mesh.model_files import ModelFiles
 from services.worker.backing import Backing, MakeBacking
 from services.worker.image_pair import ImagePair
@@ -109,6 +110,7 @@ def image_memory(
     make_arena: MakeBacking,
     make_image_memory: MakeBacking,
     cold_directory: Path | None,
+    device: Device = Device.CPU,
 ) -> ImageMemory:
     """Takes the memory and loads both images, with the layout `kind` in the arena; images lie in host memory.
 
@@ -117,7 +119,7 @@ def image_memory(
         ColdImageError: the directory for cold images cannot be used.
         BackingError: there is no memory for arena and images.
     """
-    pieces, sources = layout_pieces(files, layouts, wire.rank)
+    pieces, sources = layout_pieces(files, layouts, wire.rank, device)
     num_bytes = max(total_bytes(held) for held in pieces.values())
     arena = make_arena("weights arena", num_bytes)
     arena.back(0, arena.num_bytes)

@@ -17,6 +17,7 @@ from torch import Tensor
 from kernels.checksum import checksum
 from services.core.ids import LayoutKind, Rank
 from services.core.layout import Layout
+from services.mesh.compatibility import Device, expanded_by
 from services.mesh.layouts import cut_within_blocks, shard_units
 from services.mesh.model_files import ModelFiles
 from services.worker.backing import Backing, BackingError
@@ -122,7 +123,7 @@ class ImageWeights:
 
 
 def layout_pieces(
-    files: ModelFiles, layouts: Mapping[LayoutKind, Layout], rank: int
+    files: ModelFiles, layouts: Mapping[LayoutKind, Layout], rank: int, device: Device = Device.CPU
 ) -> tuple[dict[LayoutKind, tuple[Piece, ...]], dict[str, str]]:
     """What each layout's image of a rank has, by place, and each tensor's source.
 
@@ -130,7 +131,7 @@ def layout_pieces(
         LayoutError: a layout cuts a tensor where it cannot be cut.
     """
     geometry = files.geometry
-    cut = cut_within_blocks(geometry, files.tensors, layouts.values())
+    cut = cut_within_blocks(geometry, files.tensors, layouts.values()) | expanded_by(device, files.tensors)
     tensors = matrices(canonical_tensors(files.tensors, cut, is_tied=geometry.tied_embeddings))
     units = shard_units(geometry, files.tensors)
     pieces = {kind: resident_pieces(rank, (layout,), units, tensors, cut) for kind, layout in layouts.items()}

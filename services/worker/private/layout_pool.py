@@ -2,9 +2,9 @@
 
 Block ids are the scheduler's, so that a row has the same id in both layouts' pools; where a rank holds only some blocks
 they lie side by side, at places that follow from the id and the token vector. Order in memory, outermost first: layer,
-keys then values, block, KV head, slot, element; float32. A fresh pool reads as zero and takes memory when it is first
-touched, but where its memory is given: then whoever gives it says when it is there. A share without heads, layers or
-blocks has no bytes.
+keys then values, block, KV head, slot, element; float32. A fresh pool reads as zero and, on a host, takes memory when
+it is first touched, but where its memory is given: then whoever gives it says when it is there. A share without heads,
+layers or blocks has no bytes.
 """
 
 import torch
@@ -15,7 +15,7 @@ from kernels.reshard import Planes
 from services.core.ids import BLOCK_SLOTS, BlockId
 from services.core.kv_reshard import ALL_BLOCKS, BlockRuns, BlockShare, Holding
 from services.core.layout import Span
-from services.worker.private.private_bytes import private_bytes
+from services.worker.device import HOST, RankDevice
 
 FLOAT_BYTES = 4
 
@@ -25,17 +25,24 @@ class LayoutPool:
 
     copied_kv_heads = ()
 
-    def __init__(self, holding: Holding, head_dim: int, num_blocks: int, memory: Tensor | None = None) -> None:
-        """`memory`: uint8, as much as the planes take or more, whether it is backed or not; None: the pool's own."""
+    def __init__(
+        self,
+        holding: Holding,
+        head_dim: int,
+        num_blocks: int,
+        memory: Tensor | None = None,
+        device: RankDevice = HOST,
+    ) -> None:
+        """`memory`: uint8, as much as the planes take or more, whether it is backed or not; None: its own, there."""
         self.holding, self.num_blocks = holding, num_blocks
         self.layers, self.kv_heads = holding.layers, holding.heads
         layers, blocks = holding.layers, holding.blocks
         self.num_own_blocks = blocks.count(num_blocks)
-        self.places = None if blocks == ALL_BLOCKS else _places(blocks, num_blocks)
+        self.places = None if blocks == ALL_BLOCKS else _places(blocks, num_blocks).to(device.place)
         shape = (len(layers), 2, self.num_own_blocks, len(self.kv_heads), BLOCK_SLOTS, head_dim)
         self.num_bytes = torch.Size(shape).numel() * FLOAT_BYTES
         if memory is None:
-            memory = private_bytes(self.num_bytes, wants_large_pages=False)
+            memory = device.zeros(self.num_bytes)
         planes = memory[: self.num_bytes].view(torch.float32).view(shape)
         own = range(layers.begin, layers.end)
         self.keys = {layer: planes[layer - layers.begin, 0] for layer in own}

@@ -70,12 +70,12 @@ class OwnedWeights:
     def vector(self, name: str) -> Tensor:
         """[columns] float32, read from the files once."""
         if name not in self._vectors:
-            self._vectors[name] = file_vector(self._files, name)
+            self._vectors[name] = file_vector(self._files, name).to(self._memory.device)
         return self._vectors[name]
 
 
 def file_vector(files: ModelFiles, name: str) -> Tensor:
-    """[columns] float32: a norm, as the files have it."""
+    """[columns] float32 in host memory: a norm, as the files have it."""
     place = files.tensors[name]
     buffer = files.buffers[place.file_index]
     stored = Matrix.from_buffer(buffer, place.offset, place.ggml_type, place.rows, place.columns)
@@ -91,7 +91,7 @@ def load_pieces(memory: Tensor, pieces: Sequence[Piece], files: ModelFiles) -> N
 
 
 def fill(memory: Tensor, piece: Piece, files: ModelFiles) -> None:
-    """Writes a piece's bytes, uint8 and contiguous, from the files."""
+    """Writes a piece's bytes, uint8 and contiguous, from the files; what is not expanded to host memory alone."""
     place = files.tensors[piece.shard.tensor]
     buffer = files.buffers[place.file_index]
     if piece.is_expanded:

@@ -12,6 +12,7 @@ from services.core.kv_reshard import RowPlan, kv_holdings, row_plan
 from services.core.layout import Layout, LayoutError
 from services.core.step import FlipEntry
 from services.formats.geometry import ModelGeometry
+from services.worker.device import HOST, RankDevice
 from services.worker.kv_cache import Pool
 from services.worker.private.layout_pool import FLOAT_BYTES, LayoutPool
 from services.worker.private.row_mover import RowMover
@@ -40,9 +41,11 @@ class _Pending:
 class PoolPair:
     """See RowPools; pools are there from `open` on."""
 
-    def __init__(self, geometry: ModelGeometry, layouts: Mapping[LayoutKind, Layout], wire: Wire) -> None:
-        self._geometry, self._layouts, self._rank = geometry, layouts, wire.rank
-        self._mover = RowMover(wire, head_block_bytes(geometry), geometry.num_kv_heads)
+    def __init__(
+        self, geometry: ModelGeometry, layouts: Mapping[LayoutKind, Layout], wire: Wire, device: RankDevice = HOST
+    ) -> None:
+        self._geometry, self._layouts, self._rank, self._device = geometry, layouts, wire.rank, device
+        self._mover = RowMover(wire, head_block_bytes(geometry), geometry.num_kv_heads, device)
         self._holdings = {kind: kv_holdings(layout, geometry.num_kv_heads) for kind, layout in layouts.items()}
         self._pending: _Pending | None = None
         self.pools: dict[LayoutKind, LayoutPool] = {}
@@ -51,7 +54,9 @@ class PoolPair:
         """See RowPools."""
         self.pools.clear()
         for each, holdings in self._holdings.items():
-            self.pools[each] = LayoutPool(holdings[self._rank], self._geometry.head_dim, num_blocks)
+            self.pools[each] = LayoutPool(
+                holdings[self._rank], self._geometry.head_dim, num_blocks, device=self._device
+            )
         return self.pools
 
     def plan(self, flip: FlipEntry) -> FlipPlan:

@@ -1,7 +1,7 @@
 """Makes the memory of a rank that owns what it holds, by mode: the one place that knows all of its parts."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -10,7 +10,7 @@ from services.core.layout import Layout
 from services.mesh.model_files import ModelFiles
 from services.worker.backing import Backing, FreeBytes
 from services.worker.collectives import Carrier
-from services.worker.host_pages import HostPages
+from services.worker.device import HOST, RankDevice
 from services.worker.private.dual_memory import DualMemory, owned_weights
 from services.worker.private.exchange_memory import ExchangeMemory, exchange_memory
 from services.worker.private.exchange_plan import PAGE_BYTES
@@ -36,10 +36,11 @@ class PrivateSpec:
     """Of an arena whose pages are exchanged."""
     cold_directory: Path | None = None
     """Where the image that is not needed next may lie; None: it stays in memory."""
+    device: RankDevice = HOST
 
     def make_backing(self, name: str, num_bytes: int) -> Backing:
         """A range of this rank's memory."""
-        return Backing(name, HostPages(name, num_bytes), self.free_bytes, margin_bytes=0)
+        return Backing(name, self.device.pages(name, num_bytes), self.free_bytes, margin_bytes=0)
 
 
 def private_memory(
@@ -53,12 +54,14 @@ def private_memory(
         ColdImageError: the directory for cold images cannot be used.
     """
     wire = Wire(carrier, spec.bounds)
-    rows = PoolPair(files.geometry, layouts, wire)
+    rows = PoolPair(files.geometry, layouts, wire, spec.device)
     match spec.mode:
         case "dual":
-            return DualMemory(owned_weights(files, wire.rank, layouts), rows)
+            return DualMemory(owned_weights(files, wire.rank, layouts, spec.device), rows)
         case "exchange":
-            return exchange_memory(files, layouts, wire, rows, spec.kind, spec.make_backing, spec.page_bytes)
+            of_arena = (spec.make_backing, spec.page_bytes, spec.device.kind)
+            return exchange_memory(files, layouts, wire, rows, spec.kind, *of_arena)
         case "image":
-            make = spec.make_backing
-            return image_memory(files, layouts, wire, rows, spec.kind, make, make, spec.cold_directory)
+            on_host = replace(spec, device=HOST, free_bytes=HOST.free_bytes) if spec.device.is_cuda else spec
+            of_images = (spec.kind, spec.make_backing, on_host.make_backing, spec.cold_directory, spec.device.kind)
+            return image_memory(files, layouts, wire, rows, *of_images)

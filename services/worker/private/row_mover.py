@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-import torch
 from torch import Tensor
 
 from kernels.checksum import WORD_BYTES, join_checksums
 from kernels.reshard import pack_and_sum, scatter_and_sum
 from services.core.ids import BLOCK_SLOTS, Rank
 from services.core.kv_reshard import Leg, RowPlan
+from services.worker.device import HOST, RankDevice
 from services.worker.private.layout_pool import LayoutPool
 from services.worker.private.row_parts import RowPart, row_parts
 from services.worker.private.tournament import Turn, partners, turns
@@ -55,12 +55,12 @@ class _Ends:
 class RowMover:
     """One rank's end of every flip of a generation. Use from the model thread."""
 
-    def __init__(self, wire: Wire, head_block_bytes: int, num_kv_heads: int) -> None:
+    def __init__(self, wire: Wire, head_block_bytes: int, num_kv_heads: int, device: RankDevice = HOST) -> None:
         """`head_block_bytes`: of one block of one head in one layer, keys and values."""
         self._wire, self._head_block_bytes = wire, head_block_bytes
         self._rank, self._num_ranks = wire.rank, wire.num_ranks
         size = max(wire.bounds.chunk_bytes, num_kv_heads * head_block_bytes)
-        self._outgoing, self._incoming = (torch.zeros(size, dtype=torch.uint8) for _ in range(2))
+        self._outgoing, self._incoming = (device.zeros(size) for _ in range(2))
 
     def move(self, plan: RowPlan, source: LayoutPool, destination: LayoutPool) -> Moved:
         """All legs of this rank; see RankMemory.move for what it raises."""
