@@ -22,11 +22,15 @@ from typing import NoReturn
 
 import anyio
 import uvloop
+from flipmesh.common.v1 import debug_pb2
+from flipmesh.common.v1.debug_pb2_grpc import add_DebugServiceServicer_to_server
 
 from services.core.ids import Rank
 from services.mesh import limits
+from services.mesh.debug_server import DebugServer
 from services.mesh.errors import ConfigurationError, GenerationEndedError, refusal_text
 from services.mesh.grpc_server import GrpcServer
+from services.mesh.holds import HoldPoint, Holds
 from services.mesh.identity import Identity, identify
 from services.mesh.introspection import Introspection
 from services.mesh.lifeline import tie_to_parent
@@ -139,6 +143,7 @@ def _build_shell(
     """Within the loop, which the server and the stop event belong to."""
     progress, metrics = Progress(identity.name), Metrics()
     introspection = Introspection(identity, progress, metrics)
+    server = GrpcServer(paths.socket(identity.service, identity.rank), introspection, log)
     return Shell(
         identity=identity,
         settings=settings,
@@ -149,10 +154,23 @@ def _build_shell(
         metrics=metrics,
         progress=progress,
         introspection=introspection,
-        server=GrpcServer(paths.socket(identity.service, identity.rank), introspection, log),
+        server=server,
         peers=Peers(paths, log),
         stop=anyio.Event(),
+        holds=_open_holds(identity.service, settings, server, log),
     )
+
+
+def _open_holds(service: str, settings: Settings, server: GrpcServer, log: Log) -> Holds | None:
+    """Where the settings enable them; a service that passes no point has none to refuse either."""
+    if service not in {point.service for point in HoldPoint}:
+        return None
+    holds = Holds() if settings.debug.enabled else None
+    if holds is not None:
+        log.warning("can-be-held", reason="debug.enabled = true: for tests alone")
+    descriptor = debug_pb2.DESCRIPTOR.services_by_name["DebugService"]
+    server.add(add_DebugServiceServicer_to_server, DebugServer(service, holds), descriptor)
+    return holds
 
 
 async def _main_until_stopped(build: Callable[[], Shell], main: Main) -> None:

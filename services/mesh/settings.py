@@ -204,6 +204,8 @@ class DeadlineSettings:
     park_s: float = ranged(30.0, 0.1, 3600.0)
     presence_s: float = ranged(60.0, 0.1, 3600.0)
     flip_data_plane_s: float = ranged(30.0, 0.1, 3600.0)
+    mover_silence_s: float = ranged(10.0, 2.5, 600.0)
+    scheduler_silence_s: float = ranged(10.0, 3.0, 600.0)
 
     def contradictions(self) -> Iterator[str]:
         """Yields what in this table cannot hold together."""
@@ -244,6 +246,13 @@ class StateSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class DebugSettings:
+    """`[debug]`: whether tests may hold processes at points of a flip (`mesh/holds.py`)."""
+
+    enabled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """One deployment. `source` is the file it was read from; paths in it are absolute."""
 
@@ -257,6 +266,7 @@ class Settings:
     deadlines: DeadlineSettings = field(default_factory=DeadlineSettings)
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
     state: StateSettings = field(default_factory=StateSettings)
+    debug: DebugSettings = field(default_factory=DebugSettings)
 
     def contradictions(self) -> Iterator[str]:
         """Yields what holds in each table but not between them."""

@@ -9,6 +9,7 @@ import anyio
 from opentelemetry.trace import Tracer
 
 from services.mesh.grpc_server import GrpcServer
+from services.mesh.holds import Holds
 from services.mesh.identity import Identity
 from services.mesh.introspection import Introspection
 from services.mesh.log import Log
@@ -25,7 +26,7 @@ class Shell:
 
     `main` adds its services to `server`, enters `server.running()`, says in `progress` what it is at, works, and
     returns soon after `stop` is set: on a signal it is given `limits.SHUTDOWN_GRACE_S`, then it is cancelled. `fds` are
-    the descriptors inherited from the supervisor, by name.
+    the descriptors inherited from the supervisor, by name. `holds` is None unless the settings enable it.
     """
 
     identity: Identity
@@ -40,3 +41,4 @@ class Shell:
     server: GrpcServer
     peers: Peers
     stop: anyio.Event
+    holds: Holds | None = None

@@ -28,6 +28,7 @@ async def main(shell: Shell) -> None:
         shell.log,
         shell.tracer,
         shell.metrics,
+        shell.holds,
     )
     shell.introspection.report(mover.fill_status)
     descriptor = mover_service_pb2.DESCRIPTOR.services_by_name["MoverService"]

@@ -5,15 +5,23 @@ It decides nothing: `Coordination` does, and has journalled what must be before 
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import anyio
 from flipmesh.mover.v1 import mover_service_pb2 as pb
 from flipmesh.worker.v1 import worker_service_pb2
 
-from services.core.flip import CoordinatorEvent, DeadlineReached
+from services.core.flip import (
+    Conclude,
+    CoordinatorEffect,
+    CoordinatorEvent,
+    DeadlineReached,
+    JournalEnter,
+    SendAssemble,
+)
 from services.core.flip_coordinator import CoordinatorState
 from services.mesh.codec.flip import command_to_proto, outcome_to_proto
+from services.mesh.holds import HoldPoint, Holds
 from services.mover.coordination import Command, Opened
 from services.mover.history import settle
 
@@ -28,14 +36,25 @@ _STATES = {
     CoordinatorState.ENTERED: pb.FLIP_STATE_ENTERED,
 }
 
-Send = Callable[[worker_service_pb2.JoinFlipRequest], Awaitable[None]]
+Send = Callable[[worker_service_pb2.JoinFlipRequest], None]
+
+_BEFORE: Mapping[type, HoldPoint] = {
+    SendAssemble: HoldPoint.MOVER_ASSEMBLING,
+    JournalEnter: HoldPoint.MOVER_ENTERING,
+    Conclude: HoldPoint.MOVER_CONCLUDING,
+}
+_AFTER: Mapping[type, HoldPoint] = {JournalEnter: HoldPoint.MOVER_ENTERED, Conclude: HoldPoint.MOVER_CONCLUDED}
+"""What is passed before an event is taken that leads to such an effect, and after, before ranks are told."""
 
 
 class Attempt:
     """From the scheduler's request to the outcome."""
 
-    def __init__(self, request: pb.RunFlipRequest, record: pb.FlipRecord, opened: Opened, send: Send) -> None:
+    def __init__(
+        self, request: pb.RunFlipRequest, record: pb.FlipRecord, opened: Opened, send: Send, holds: Holds | None = None
+    ) -> None:
         self._request = request
+        self._holds = holds
         self._record = record
         self._opened = opened.attempt
         self._first = opened.commands
@@ -56,7 +75,9 @@ class Attempt:
     async def run(self) -> AsyncIterator[pb.RunFlipResponse]:
         """Yields progress, then the outcome."""
         yield self._response(_STATES[self._opened.state])
-        await self._send(self._first)
+        self._send(self._first)
+        if self._holds is not None:
+            await self._holds.passing(HoldPoint.MOVER_ARMED)
         while (concluded := self._opened.outcome) is None:
             before, event = self._opened.state, await self._next_event()
             if event is not None:
@@ -68,7 +89,9 @@ class Attempt:
         )
 
     async def _take(self, event: CoordinatorEvent) -> None:
-        await self._send(self._opened.on_event(event, time.monotonic_ns()))
+        foreseen = () if self._holds is None else self._opened.foresee(event, time.monotonic_ns())
+        await self._pass(_BEFORE, foreseen)
+        commands = self._opened.on_event(event, time.monotonic_ns())
         if (concluded := self._opened.outcome) is not None:
             settle(
                 self._record,
@@ -77,10 +100,17 @@ class Attempt:
                 bytes_moved=concluded.bytes_moved,
                 rows_moved=concluded.rows_moved,
             )
+        await self._pass(_AFTER, foreseen)
+        self._send(commands)
 
-    async def _send(self, commands: list[Command]) -> None:
+    async def _pass(self, points: Mapping[type, HoldPoint], effects: Sequence[CoordinatorEffect]) -> None:
+        for effect in effects:
+            if self._holds is not None and (point := points.get(type(effect))) is not None:
+                await self._holds.passing(point)
+
+    def _send(self, commands: list[Command]) -> None:
         for command in commands:
-            await self._send_to_ranks(command_to_proto(command, self._request.fence, self._opened.key[1]))
+            self._send_to_ranks(command_to_proto(command, self._request.fence, self._opened.key[1]))
 
     async def _next_event(self) -> CoordinatorEvent | None:
         """The next thing that happens; None where nothing did for a beat."""

@@ -6,11 +6,13 @@ open is kept for the case that it is asked for. Never sends, waits, or reads a c
 the same code.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import Protocol
 
 from services.core.flip import (
     Conclude,
+    CoordinatorEffect,
     CoordinatorEvent,
     FlipDeadlines,
     FlipOutcome,
@@ -93,6 +95,10 @@ class OpenAttempt:
     def outcome(self) -> Conclude | None:
         """How it ended; it is journalled."""
         return self._coordinator.outcome
+
+    def foresee(self, event: CoordinatorEvent, now_ns: int) -> list[CoordinatorEffect]:
+        """What would follow from an event, with nothing done: where a test wants the attempt held before it is."""
+        return copy.deepcopy(self._coordinator).on_event(event, now_ns)
 
     def on_event(self, event: CoordinatorEvent, now_ns: int) -> list[Command]:
         """What is to be said to the ranks, in order; what is to be remembered is when this returns."""

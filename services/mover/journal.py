@@ -1,8 +1,8 @@
 """The mover's memory of flips: an append-only file of records, each with its own checksum.
 
 What is appended survives the process, not the machine: a generation does not outlive the machine either, so nothing is
-flushed to the disk within a flip. A torn tail (the process died while writing) is cut off at the next start. Bounded:
-a start keeps the newest `KEEP_RECORDS` records.
+flushed to the disk within a flip. What is not whole (a tail torn by the process's death, or damage) is dropped at the
+next start, and what stands behind it is kept. Bounded: a start keeps the newest `KEEP_RECORDS` records.
 """
 
 import os
@@ -50,7 +50,7 @@ class Journal:
     """The file and what it says, held open for the life of the process."""
 
     def __init__(self, path: Path) -> None:
-        """Reads what is there, drops a torn tail and old records, and opens for appending."""
+        """Reads what is there, drops what is torn or old, and opens for appending."""
         kept = list(_read(path))[-KEEP_RECORDS:]
         fresh = path.with_suffix(".new")
         fresh.write_bytes(b"".join(map(_line, kept)))
@@ -95,14 +95,13 @@ def _line(record: Record) -> bytes:
 
 
 def _read(path: Path) -> Iterator[Record]:
-    """Yields records up to the first line that is not whole."""
+    """Yields the records that are whole: the last one of an attempt may stand behind a damaged one of another."""
     if not path.exists():
         return
     for line in path.read_bytes().split(b"\n"):
         checksum, _, text = line.partition(b" ")
-        if len(checksum) != 8 or checksum != b"%08x" % zlib.crc32(text):
-            return
-        yield _parse(text.decode())
+        if checksum == b"%08x" % zlib.crc32(text):
+            yield _parse(text.decode())
 
 
 def _parse(text: str) -> Record:

@@ -1,7 +1,8 @@
 """The mover's streams to the ranks: one each, opened when the rank is there, opened again when it is lost.
 
 Carries messages, decides nothing. An idle link costs nothing; what is said to a rank that is not connected is dropped,
-and the rank's own state is said again when it is back.
+and the rank's own state is said again when it is back. A link writes in a task of its own: whoever is cancelled while
+he speaks (a scheduler that leaves takes its attempt with it) would cancel grpc's stream, and with it the link.
 """
 
 import asyncio
@@ -18,9 +19,13 @@ from services.mesh.rpc import Peers
 
 RECONNECT_S = 0.1
 """Between a stream's end and the next try; the try itself waits for the rank without polling."""
+MAX_UNSENT = 64
+"""Messages that wait for one rank: a handful is said in each attempt, and to a stopped one only the newest matter."""
 
 OnMessage = Callable[[pb.JoinFlipResponse], Awaitable[None]]
 OnLost = Callable[[Rank, str], Awaitable[None]]
+Call = grpc.aio.StreamStreamCall[pb.JoinFlipRequest, pb.JoinFlipResponse]
+Unsent = asyncio.Queue[pb.JoinFlipRequest]
 
 
 class RankLinks:
@@ -32,12 +37,12 @@ class RankLinks:
         self._log = log
         self._on_message = on_message
         self._on_lost = on_lost
-        self._calls: dict[Rank, grpc.aio.StreamStreamCall[pb.JoinFlipRequest, pb.JoinFlipResponse]] = {}
+        self._unsent: dict[Rank, Unsent] = {}
 
     @property
     def num_connected(self) -> int:
         """Ranks that hear what is sent now."""
-        return len(self._calls)
+        return len(self._unsent)
 
     async def run(self) -> None:
         """Keeps every link until cancelled."""
@@ -45,14 +50,12 @@ class RankLinks:
             for rank in range(self._num_ranks):
                 tasks.start_soon(self._keep, Rank(rank))
 
-    async def send(self, message: pb.JoinFlipRequest) -> None:
-        """To every rank that is connected."""
-        for rank, call in list(self._calls.items()):
-            try:
-                await call.write(message)
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-                # Its reader sees the end of the stream too and says that the rank is lost.
-                self._log.debug("rank-not-told", rank=rank, error=str(error))
+    def send(self, message: pb.JoinFlipRequest) -> None:
+        """To every rank that is connected, in order; never waits."""
+        for unsent in self._unsent.values():
+            if unsent.full():
+                unsent.get_nowait()
+            unsent.put_nowait(message)
 
     async def _keep(self, rank: Rank) -> None:
         while True:
@@ -64,13 +67,24 @@ class RankLinks:
     async def _follow(self, rank: Rank, channel: grpc.aio.Channel) -> str:
         """Reads one stream to its end and says why it ended."""
         call = WorkerServiceStub(channel).JoinFlip()
-        self._calls[rank] = call
+        unsent = self._unsent[rank] = asyncio.Queue(MAX_UNSENT)
+        writer = asyncio.create_task(self._write_all(rank, call, unsent))
         try:
             async for message in call:
                 await self._on_message(message)
         except grpc.aio.AioRpcError as error:
             return f"its stream broke: {error.details()}"
         finally:
-            del self._calls[rank]
+            del self._unsent[rank]
+            writer.cancel()
             call.cancel()
         return "it ended its stream"
+
+    async def _write_all(self, rank: Rank, call: Call, unsent: Unsent) -> None:
+        while True:
+            try:
+                await call.write(await unsent.get())
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+                # Its reader sees the end of the stream too and says that the rank is lost.
+                self._log.debug("rank-not-told", rank=rank, error=str(error))
+                return

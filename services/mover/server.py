@@ -18,6 +18,7 @@ from services.core.flip import FlipDeadlines, FlipOutcome
 from services.core.ids import FlipId, Generation, Rank
 from services.mesh.codec.flip import event_from_proto, outcome_to_proto
 from services.mesh.flip_record import layout_name, state_name
+from services.mesh.holds import Holds
 from services.mesh.log import Log
 from services.mesh.metrics import Metrics
 from services.mesh.rpc import Peers
@@ -43,10 +44,12 @@ class Mover(MoverServiceServicer):
         log: Log,
         tracer: Tracer,
         metrics: Metrics,
+        holds: Holds | None = None,
     ) -> None:
         self.links = RankLinks(num_ranks, peers, log, self._on_message, self._on_lost)
         self._num_ranks = num_ranks
         self._coordination = Coordination(num_ranks, deadlines, journal)
+        self._holds = holds
         self._log = log
         self._tracer = tracer
         self._history = History()
@@ -81,7 +84,7 @@ class Mover(MoverServiceServicer):
                 self._count(record)
             yield pb.RunFlipResponse(flip_id=key[1], state=record.state, reason=record.reason)
             return
-        attempt = self._attempt = Attempt(request, record, answer, self.links.send)
+        attempt = self._attempt = Attempt(request, record, answer, self.links.send, self._holds)
         self._log.info("flip-armed", flip=key[1], target=layout_name(request.target), entry=request.entry_sequence)
         try:
             async for response in attempt.run():

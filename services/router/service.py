@@ -42,8 +42,6 @@ from services.router.tokens import open_tokens
 
 TOKENISING_REQUESTS = 8
 """Prompts of the largest size that may wait for the tokeniser together."""
-SCHEDULER_SILENT_S = 10.0
-"""A scheduler not heard for so long is given up: it is stopped, and its stream would hold clients for as long."""
 LOOK_S = 1.0
 LAST_WORDS_S = 0.4
 """After the drain: how long the last events may take to reach their sockets."""
@@ -175,7 +173,8 @@ async def _flip_to(shell: Shell, bound_s: float, target: LayoutKind) -> str | No
 async def serve(shell: Shell, router: Router, bound: socket.socket) -> None:
     """Runs the parts until the process is asked to stop, then drains."""
     async with anyio.create_task_group() as tasks:
-        watches = (partial(_follow, shell, router), partial(_give_up_the_silent, router))
+        silence_s = shell.settings.deadlines.scheduler_silence_s
+        watches = (partial(_follow, shell, router), partial(_give_up_the_silent, router, silence_s))
         for run in (router.client.run, router.readiness.run, router.watch.run, *watches):
             tasks.start_soon(run)
         http_ended = anyio.Event()
@@ -205,11 +204,16 @@ async def _drain(router: Router, drain_s: float, http_ended: anyio.Event) -> Non
         await http_ended.wait()
 
 
-async def _give_up_the_silent(router: Router) -> None:
+async def _give_up_the_silent(router: Router, allowed_s: float) -> None:
+    """A scheduler not heard for so long is stopped, and its stream would hold clients for as long."""
     while True:
+        began_s = time.monotonic()
         await anyio.sleep(LOOK_S)
+        if time.monotonic() - began_s > 2 * LOOK_S:
+            # This process stood still, and could not have heard: first it may listen again.
+            continue
         silence_s = router.watch.silence_s(("scheduler", None))
-        if router.client.group is not None and silence_s > SCHEDULER_SILENT_S:
+        if router.client.group is not None and silence_s > allowed_s:
             router.client.drop(f"it was not heard for {silence_s:.1f} s")
 
 

@@ -24,12 +24,13 @@ from services.core.step import AbandonEntry, CommitEntry
 from services.mesh.codec.common import layout_to_proto
 from services.mesh.codec.flip import outcome_to_proto
 from services.mesh.errors import MeshError
+from services.mesh.holds import HoldPoint, Holds
 from services.mesh.log import Log
 from services.mesh.rpc import Peers, unary
 from services.mesh.settings import DeadlineSettings
 from services.scheduler.flip_attempts import FlipAttempts
 from services.scheduler.meters import Meters
-from services.scheduler.mover_question import MOVER_ABSENT_S, MoverQuestion
+from services.scheduler.mover_question import MoverQuestion
 from services.scheduler.token_gaps import FlipGaps
 
 ASK_AGAIN_S = 0.05
@@ -123,6 +124,7 @@ class Flips:
     meters: Meters
     on_change: Callable[[], None]
     attempts: FlipAttempts = field(default_factory=FlipAttempts)
+    holds: Holds | None = None
     timeline: list[LayoutSpan] = field(default_factory=list)
     num_unsound_censuses: int = 0
     began_ns: int = field(default_factory=time.monotonic_ns)
@@ -201,6 +203,7 @@ class Flips:
             self.on_change()
 
     async def _attempt(self, flip_id: FlipId, target: LayoutKind, cause: str) -> FlipResult:
+        await self._passing(HoldPoint.SCHEDULER_ARMING)
         source, fence = self.run.kind, self.run.fence_message
         entry, carry = self.run.arm(flip_id, target)
         self.log.info("flip-armed", flip=flip_id, target=target.value, cause=cause, requests=carry.num_requests)
@@ -213,13 +216,19 @@ class Flips:
             live_run_begin=[begin for begin, _ in carry.live_runs],
             live_run_length=[length for _, length in carry.live_runs],
         )
+        await self._passing(HoldPoint.SCHEDULER_ASKING)
         outcome, reason = await self._outcome(request)
+        await self._passing(HoldPoint.SCHEDULER_OUTCOME)
         gaps = await self._write(outcome, reason, cause)
         self.log.info("flip-ended", flip=flip_id, outcome=outcome.value, reason=reason)
         self._take_census(flip_id)
         assert self._tasks is not None, "attempts are made while serve() runs"
         self._tasks.start_soon(self._report, fence, flip_id, outcome, carry, gaps)
         return FlipResult(outcome, flip_id, reason)
+
+    async def _passing(self, point: HoldPoint) -> None:
+        if self.holds is not None:
+            await self.holds.passing(point)
 
     async def _write(self, outcome: FlipOutcome, reason: str, cause: str) -> FlipGaps:
         entry = self.attempts.entry_for(outcome, reason, is_parked=self.run.is_parked)
@@ -253,12 +262,12 @@ class Flips:
                 return outcome, reason
             self.log.warning("mover-silent", flip=request.flip_id, left_s=mover.left_s, reason=reason)
             if mover.left_s == 0:
-                return self.attempts.without_mover, f"no mover for {MOVER_ABSENT_S:g} s: {reason}"
+                return self.attempts.without_mover, f"no mover for {mover.silence_s:g} s: {reason}"
             await anyio.sleep(ASK_AGAIN_S)
             try:
                 await self.peers.reach("mover", timeout_s=max(mover.left_s, ASK_AGAIN_S))
             except MeshError as error:
-                return self.attempts.without_mover, f"no mover for {MOVER_ABSENT_S:g} s: {error}"
+                return self.attempts.without_mover, f"no mover for {mover.silence_s:g} s: {error}"
 
     async def _report(
         self, fence: layout_pb2.Fence, flip_id: FlipId, outcome: FlipOutcome, carry: Carry, gaps: FlipGaps

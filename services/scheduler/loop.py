@@ -19,6 +19,7 @@ from flipmesh.scheduler.v1 import scheduler_service_pb2 as pb
 from services.core.ids import Epoch, Generation, LayoutKind, Rank
 from services.core.request import Rejected, RejectReason, Submission
 from services.mesh.codec.common import layout_to_proto
+from services.mesh.holds import Holds
 from services.mesh.log import Log
 from services.mesh.progress import Phase, Progress
 from services.mesh.rpc import Peers
@@ -59,6 +60,7 @@ class GroupLoop:
     peers: Peers
     ranks_meet_in_flips: bool = False
     """Whether a flip moves bytes between ranks."""
+    holds: Holds | None = None
     run: GenerationRun | None = None
     """The generation that serves; None between two."""
     flips: Flips | None = None
@@ -188,7 +190,7 @@ class GroupLoop:
 
         link = PolicyLink(self.peers, self.log, lambda: _signal(run, flips), follow)
         attempts = FlipAttempts(self.ranks_meet_in_flips)
-        flips = Flips(run, self.peers, self.deadlines, self.log, self.meters, link.touch, attempts)
+        flips = Flips(run, self.peers, self.deadlines, self.log, self.meters, link.touch, attempts, self.holds)
         run.on_change = link.touch
         run.background = (flips.serve, link.run)
         return flips

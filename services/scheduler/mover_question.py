@@ -17,8 +17,8 @@ from services.mesh.codec.flip import outcome_from_proto
 from services.mesh.rpc import Peers
 from services.mesh.settings import DeadlineSettings
 
-MOVER_ABSENT_S = 10.0
-"""How long serving stands still for a mover that says nothing: its supervisor restarts it within a second or two."""
+LOOK_S = 0.5
+"""Silence is counted in pieces of so much, and not those in which this process stood still."""
 MAX_HEARD = 64
 """Responses that wait; one attempt has a handful, and its beats are taken as they come."""
 
@@ -33,12 +33,15 @@ class MoverQuestion:
         self._peers = peers
         self._request = request
         self._bound_s = deadlines.park_s + deadlines.presence_s + deadlines.flip_data_plane_s + deadlines.rpc_s
+        self.silence_s = deadlines.mover_silence_s
+        """How long serving stands still for a mover that says nothing: its supervisor restarts it within a second or
+        two."""
         self._heard_s = time.monotonic()
 
     @property
     def left_s(self) -> float:
         """Until the mover counts as gone."""
-        return max(0.0, self._heard_s + MOVER_ABSENT_S - time.monotonic())
+        return max(0.0, self._heard_s + self.silence_s - time.monotonic())
 
     async def ask(self) -> tuple[FlipOutcome | None, str]:
         """The outcome and its reason; None and why there is no answer."""
@@ -54,14 +57,23 @@ class MoverQuestion:
 
     async def _listen(self, heard: Heard) -> tuple[FlipOutcome | None, str]:
         while True:
-            response: pb.RunFlipResponse | str = f"it said nothing for {MOVER_ABSENT_S:g} s"
-            with anyio.move_on_after(self.left_s):
-                response = await heard.get()
+            response = await self._next(heard)
             if isinstance(response, str):
                 return None, response
             self._heard_s = time.monotonic()
             if (outcome := outcome_from_proto(response.state)) is not None:
                 return outcome, response.reason
+
+    async def _next(self, heard: Heard) -> pb.RunFlipResponse | str:
+        while (left_s := self.left_s) > 0:
+            wait_s, began_s = min(left_s, LOOK_S), time.monotonic()
+            with anyio.move_on_after(wait_s):
+                return await heard.get()
+            waited_s = time.monotonic() - began_s
+            if waited_s > wait_s + LOOK_S:
+                # This process stood still and could not have heard: that is no silence of the mover.
+                self._heard_s += waited_s
+        return f"it said nothing for {self.silence_s:g} s"
 
 
 async def _read(call: Call, heard: Heard) -> None:

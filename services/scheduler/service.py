@@ -58,6 +58,7 @@ def make_loop(shell: Shell, size: GroupSize) -> GroupLoop:
         sessions=Sessions(),
         peers=shell.peers,
         ranks_meet_in_flips=settings.group.mode != "shared",
+        holds=shell.holds,
     )
 
 

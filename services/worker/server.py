@@ -26,6 +26,7 @@ from services.mesh.errors import ConfigurationError
 from services.mesh.progress import Phase
 from services.mesh.shell import Shell
 from services.worker.boot import Rig, build_rig
+from services.worker.held_rank import held_commands
 from services.worker.ledger_report import memory_line
 from services.worker.ring import RingWriter
 from services.worker.step_stream import StepStream
@@ -60,7 +61,7 @@ class WorkerServer(WorkerServiceServicer):
                 "this worker has had its log, one in the life of a process: wait for its restart",
             )
         incarnation = hashlib.blake2b(self._shell.identity.incarnation.encode(), digest_size=8).digest()
-        self.stream = StepStream(self._rig, int.from_bytes(incarnation, "little"), self._count)
+        self.stream = StepStream(self._rig, int.from_bytes(incarnation, "little"), self._count, self._shell.holds)
         # However the call ends: a stream that breaks while a response is being sent is not seen by a generator.
         context.add_done_callback(lambda _: self._end())  # type: ignore[arg-type]  # the stub has a class for a protocol
         self._begun.set()
@@ -79,7 +80,9 @@ class WorkerServer(WorkerServiceServicer):
         """Takes part in the flips of this process's log; waits for the log to begin."""
         await self._begun.wait()
         assert self.stream is not None
-        async for response in self.stream.participation.responses(request_iterator):
+        holds = self._shell.holds
+        commands = request_iterator if holds is None else held_commands(request_iterator, holds)
+        async for response in self.stream.participation.responses(commands):
             yield response
 
     def _count(self, report: StepReport) -> None:

@@ -18,8 +18,10 @@ from services.core.step import FlipEntry, StepReport
 from services.mesh.codec.common import CodecError
 from services.mesh.codec.worker import entry_from_proto, report_to_proto
 from services.mesh.errors import ConfigurationError, GenerationEndedError
+from services.mesh.holds import Holds
 from services.worker.boot import Rig
 from services.worker.execution import Answer, Execution
+from services.worker.held_rank import HeldRank
 from services.worker.participation import FlipAnswer, Participation
 from services.worker.runner import Opened
 
@@ -30,11 +32,14 @@ THREAD_END_S = 1.0
 class StepStream:
     """Serves one stream; made and used on the event loop."""
 
-    def __init__(self, rig: Rig, incarnation: int, on_report: Callable[[StepReport], None]) -> None:
+    def __init__(
+        self, rig: Rig, incarnation: int, on_report: Callable[[StepReport], None], holds: Holds | None = None
+    ) -> None:
         self._rig, self._incarnation, self._on_report = rig, incarnation, on_report
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
-        self._execution = Execution(rig.runner, self._notify)
+        rank = rig.runner if holds is None else HeldRank(rig.runner, holds)
+        self._execution = Execution(rank, self._notify)
         self.participation = Participation(rig.rank, self._execution.offer_work)
         self._fence = layout_pb2.Fence()
         self._closed = False

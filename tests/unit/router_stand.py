@@ -12,7 +12,7 @@ import httpx
 import openai
 from opentelemetry.trace import Tracer
 
-from services.mesh.settings import GroupSettings, RouterSettings, Settings
+from services.mesh.settings import DeadlineSettings, GroupSettings, RouterSettings, Settings
 from services.mesh.shell import Shell
 from services.router.http_server import bind
 from services.router.service import Router, build, serve
@@ -51,10 +51,16 @@ async def stand(
     *,
     tracer: Tracer | None = None,
     tcp: bool = False,
+    deadlines: DeadlineSettings | None = None,
     **router: Any,
 ) -> AsyncIterator[Stand]:
     """The router, ready. `router`: settings of it; `tcp`: gRPC on a public address as well."""
-    settings = Settings(source=folder / "mesh.toml", group=GroupSettings(num_ranks=1), router=RouterSettings(**router))
+    settings = Settings(
+        source=folder / "mesh.toml",
+        group=GroupSettings(num_ranks=1),
+        router=RouterSettings(**router),
+        deadlines=deadlines or DeadlineSettings(),
+    )
     scheduler = ScriptedScheduler(write, tokens_per_message=tokens_per_message)
     async with shell_in(folder, settings, tracer) as shell, scheduler_at(shell.paths.socket("scheduler"), scheduler):
         parts = build(shell, scripted_model(), WINDOW)

@@ -341,6 +341,31 @@ async def test_the_next_flip_may_be_asked_for_at_once(make_stand: MakeStand) -> 
                 rank.switch(key[1])
 
 
+async def test_a_scheduler_that_leaves_at_any_moment_leaves_the_links_whole(make_stand: MakeStand) -> None:
+    """Its call is cancelled wherever the attempt is, also in the middle of a word to a rank."""
+    stand = await make_stand(deadlines())
+    async with stand.mover():
+        for number in range(1, 40):
+            key: FlipKey = (Generation(9), FlipId(number))
+            asked = stand.ask(key)
+            await asked.until(pb.FLIP_STATE_ARMED)
+            for rank in stand.ranks:
+                rank.park(key)
+            for _ in range(number):
+                await anyio.lowlevel.checkpoint()
+            asked.call.cancel()
+            for rank in stand.ranks:
+                rank.participation.on_answer(Switched(key[1], is_committed=False), FENCE)
+        asked = stand.ask(last := (Generation(9), FlipId(40)))
+        for rank in stand.ranks:
+            while not rank.started.empty():
+                rank.started.get_nowait()
+            rank.park(last)
+        for rank in stand.ranks:
+            await rank.work()
+        await asked.until(pb.FLIP_STATE_COMMITTED)
+
+
 async def test_an_attempt_that_waits_says_so(make_stand: MakeStand, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts_module, "BEAT_S", 0.02)
     stand = await make_stand(deadlines())

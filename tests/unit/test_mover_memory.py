@@ -62,13 +62,14 @@ def test_a_torn_tail_is_dropped_and_written_over(tmp_path: Path, cut: int) -> No
     assert (last_of(path, KEY), last_of(path, OTHER)) == (RECORDS[1], RECORDS[3])
 
 
-def test_a_flipped_bit_ends_what_is_believed(tmp_path: Path) -> None:
+def test_a_flipped_bit_costs_one_record_and_none_behind_it(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    written(path, *RECORDS)
-    damaged = bytearray(path.read_bytes())
-    damaged[damaged.index(b"entered")] ^= 1
-    path.write_bytes(damaged)
-    assert (last_of(path, KEY), last_of(path, OTHER)) == (RECORDS[0], None)
+    written(path, *RECORDS[:2], RECORDS[3])
+    for word, expected in ((b"armed", RECORDS[1]), (b"entered", None)):
+        damaged = bytearray(path.read_bytes())
+        damaged[damaged.index(word)] ^= 1
+        path.write_bytes(damaged)
+        assert (last_of(path, KEY), last_of(path, OTHER)) == (expected, RECORDS[3])
 
 
 def test_a_journal_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +168,7 @@ def test_the_record_says_what_the_log_says() -> None:
 
 
 async def test_what_came_during_a_pause_counts_before_the_clock_that_ran_out_in_it(tmp_path: Path) -> None:
-    async def told(message: worker_pb.JoinFlipRequest) -> None:
+    def told(message: worker_pb.JoinFlipRequest) -> None:
         assert message.flip_id == 7
 
     history, journal = History(), Journal(tmp_path / "journal")

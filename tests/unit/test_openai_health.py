@@ -9,9 +9,8 @@ import pytest_asyncio
 from flipmesh.common.v1 import introspection_pb2 as pb
 
 from services.core.ids import Epoch, Generation, LayoutKind, Rank
-from services.mesh.settings import Settings
+from services.mesh.settings import DeadlineSettings, Settings
 from services.mesh.shell import Shell
-from services.router import service
 from services.router.admission import Admission
 from services.router.health import SILENT_S, Health, ProcessWatch
 from services.router.scheduler_client import OpenGroup, SchedulerClient
@@ -116,12 +115,10 @@ async def test_ready_is_of_one_generation_and_not_of_a_draining_router(at: Bench
     assert at.health.verdict().is_good
 
 
-async def test_a_stopped_scheduler_holds_clients_no_longer_than_the_budget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stopped_scheduler_holds_clients_no_longer_than_the_budget(tmp_path: Path) -> None:
     """P1.16: its stream never ends by itself."""
-    monkeypatch.setattr(service, "SCHEDULER_SILENT_S", 1.6)
-    async with stand(tmp_path, alphabet, resubmit_budget_s=0.0) as at:
+    deadlines = DeadlineSettings(scheduler_silence_s=1.6)
+    async with stand(tmp_path, alphabet, deadlines=deadlines, resubmit_budget_s=0.0) as at:
         at.scheduler.gate_at = 2
         asked = asyncio.ensure_future(at.chat(stream=False))
         await at.scheduler.until(lambda: len(at.scheduler.requests()) == 1)

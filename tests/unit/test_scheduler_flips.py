@@ -6,6 +6,7 @@ lost costs no request.
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from services.mesh.introspection import Introspection
 from services.mesh.log import Log
 from services.mesh.metrics import Metrics
 from services.mesh.progress import Progress
+from services.mesh.settings import DeadlineSettings
 from services.mesh.state_paths import StatePaths
 from services.policy.decide import PolicyMode, PolicyRules
 from services.policy.server import Policy
@@ -49,6 +51,7 @@ BREAKS = "breaks"
 """The stream ends with an error."""
 STANDS = "stands"
 """It says that it is there, and nothing more."""
+SOON = DeadlineSettings(mover_silence_s=0.2)
 
 
 class ScriptedMover(MoverServiceServicer):
@@ -238,13 +241,9 @@ async def test_a_broken_answer_is_asked_for_again(tmp_path: Path, log: Log) -> N
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-async def test_a_mover_that_says_nothing_is_given_up(
-    tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch, is_there: bool
-) -> None:
-    for module in (flips_module, mover_question):
-        monkeypatch.setattr(module, "MOVER_ABSENT_S", 0.2)
+async def test_a_mover_that_says_nothing_is_given_up(tmp_path: Path, log: Log, is_there: bool) -> None:
     mover = ScriptedMover(STANDS)
-    async with running_group(tmp_path, log) as group:
+    async with running_group(tmp_path, log, deadlines=SOON) as group:
         router = await group.joined()
         async with contextlib.AsyncExitStack() as stack:
             if is_there:
@@ -258,12 +257,19 @@ async def test_a_mover_that_says_nothing_is_given_up(
             assert router.output("held") == answer(PROMPT, 8)
 
 
-async def test_without_a_mover_ranks_that_may_have_met_end_with_their_generation(
-    tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (flips_module, mover_question):
-        monkeypatch.setattr(module, "MOVER_ABSENT_S", 0.2)
-    async with flipping(tmp_path, log, ScriptedMover(STANDS)) as (group, router):
+async def test_a_pause_of_this_process_is_no_silence_of_the_mover(tmp_path: Path, log: Log) -> None:
+    mover = ScriptedMover(COMMITTED)
+    async with flipping(tmp_path, log, mover, deadlines=SOON) as (group, _):
+        mover.may_answer.clear()
+        flip = asyncio.create_task(group.loop.flip(PP))
+        await asked(mover)
+        time.sleep(mover_question.LOOK_S + 2 * SOON.mover_silence_s)  # noqa: ASYNC251 (the whole process stands still)
+        mover.may_answer.set()
+        assert (await flip).outcome is FlipOutcome.COMMITTED
+
+
+async def test_without_a_mover_ranks_that_may_have_met_end_with_their_generation(tmp_path: Path, log: Log) -> None:
+    async with flipping(tmp_path, log, ScriptedMover(STANDS), deadlines=SOON) as (group, router):
         assert group.loop.flips is not None
         group.loop.flips.attempts.ranks_meet = True
         result = await group.loop.flip(PP)
