@@ -5,6 +5,8 @@ TORCH_INDEX ?=
 # Of the simulator: how many schedules, and the first one's number.
 SEEDS ?= 3000
 FIRST ?= 0
+# Of the fault sweep: the cells with this in their name; none: all.
+ONLY ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -13,13 +15,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 BUILT := $(wildcard protos/flipmesh/*/v1/*.proto kernels/native/*.c kernels/native/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help install fetch serve slow test sim check fix protos bench clean
+.PHONY: help install fetch serve slow test sim faults check fix protos bench clean
 
 help:
 	@echo "make serve   set up, fetch the default model, serve it on http://127.0.0.1:8000"
 	@echo "make test    set up and run the tests"
 	@echo "make sim     simulated schedules of the flip, SEEDS of them from FIRST on"
 	@echo "make slow    the sweeps that make test leaves out"
+	@echo "make faults  processes killed and stopped in every state of a flip; goes on where it was stopped; ONLY=text of a name"
 	@echo "make check   lint, types, import contracts, bounds"
 	@echo "make fix     format, and mend what the linter can"
 	@echo "make bench   figures of this machine: kernels, then the whole mesh"
@@ -54,6 +57,9 @@ test: fetch
 
 sim: $(INSTALLED)
 	@$(BIN)/python -m tests.sim.run --seeds $(SEEDS) --first $(FIRST)
+
+faults: fetch
+	@$(BIN)/python -m tests.faults --only "$(ONLY)"
 
 check: $(INSTALLED)
 	@$(BIN)/ruff format --check -q . && $(BIN)/ruff check -q . && $(BIN)/mypy && $(BIN)/lint-imports --no-cache && \
