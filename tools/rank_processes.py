@@ -24,8 +24,8 @@ from services.mesh.layouts import both_layouts, cut_within_blocks, shard_units
 from services.mesh.lifeline import tie_to_parent
 from services.mesh.model_files import ModelFiles, open_model
 from services.worker.boot import open_region, settle
-from services.worker.collectives import ShmCarrier
-from services.worker.device import HOST
+from services.worker.collectives import Carrier, ShmCarrier
+from services.worker.device import HOST, RankDevice
 from services.worker.execution import Answer
 from services.worker.private.private_memory import PrivateMode, PrivateSpec, private_memory
 from services.worker.private.wire import MAX_CHUNK_BYTES, MoveBounds
@@ -59,6 +59,12 @@ class GroupSpec:
     observer: type[Observer] | None = None
     kv_tokens: Sequence[int] | None = None
     mode: Literal["shared"] | PrivateMode = "shared"
+    place: "Place | None" = None
+    """Where ranks are and what carries between them, a function of a module; None: host memory, all of it shared."""
+
+
+Place = Callable[[GroupSpec, Rank, Mapping[str, int]], tuple[Carrier, RankDevice]]
+"""Called in each rank, with the descriptors of `weights`, `pool` and `flags`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +139,10 @@ def _rank(spec: GroupSpec, rank: Rank, places: dict[str, str], pipe: Connection,
     tie_to_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    runner = _build(spec, rank, {name: os.open(place, os.O_RDWR) for name, place in places.items()})
+    fds = {name: os.open(place, os.O_RDWR) for name, place in places.items()}
+    files = open_model(spec.model)
+    carrier, device = spec.place(spec, rank, fds) if spec.place else (_shm_carrier(spec, rank, fds, files), HOST)
+    runner = _build(spec, files, carrier, device, fds)
     observer = spec.observer(runner) if spec.observer else None
     settle()
     pipe.send(None)
@@ -149,33 +158,38 @@ def _rank(spec: GroupSpec, rank: Rank, places: dict[str, str], pipe: Connection,
                 )
             except Exception as error:
                 pipe.send(RuntimeError(f"rank {rank}: {type(error).__name__}: {error}"))
+    carrier.close()
 
 
-def _build(spec: GroupSpec, rank: Rank, fds: dict[str, int]) -> Runner:
-    files = open_model(spec.model)
+def _build(spec: GroupSpec, files: ModelFiles, carrier: Carrier, device: RankDevice, fds: Mapping[str, int]) -> Runner:
     units = shard_units(files.geometry, files.tensors)
     layouts = both_layouts(units, spec.num_ranks, spec.pp_layers, spec.tp_weights, spec.kv_tokens)
+    memory = _memory(spec, files, layouts, carrier, device, fds)
+    return Runner(Rank(carrier.rank), files.geometry, memory, layouts, carrier, spec.limits, device=device)
+
+
+def _shm_carrier(spec: GroupSpec, rank: Rank, fds: Mapping[str, int], files: ModelFiles) -> Carrier:
     shape = RegionShape(
         num_ranks=spec.num_ranks,
         max_message_bytes=spec.limits.max_batch_tokens * files.geometry.hidden_size * 4,
         max_rows=spec.limits.max_resident_requests,
         num_board_steps=2 * MAX_UNREAD_STEPS,
     )
-    carrier = ShmCarrier(open_region(fds["flags"], shape), rank)
-    memory = _memory(spec, files, layouts, carrier, fds)
-    return Runner(rank, files.geometry, memory, layouts, carrier, spec.limits)
+    return ShmCarrier(open_region(fds["flags"], shape), rank)
 
 
 def _memory(
     spec: GroupSpec,
     files: ModelFiles,
     layouts: Mapping[LayoutKind, Layout],
-    carrier: ShmCarrier,
+    carrier: Carrier,
+    device: RankDevice,
     fds: Mapping[str, int],
 ) -> RankMemory:
     if spec.mode != "shared":
         bounds = MoveBounds(MAX_CHUNK_BYTES, spec.limits.deadline_s)
-        return private_memory(files, layouts, carrier, PrivateSpec(spec.mode, LayoutKind.PP, bounds, HOST.free_bytes))
+        kept = PrivateSpec(spec.mode, LayoutKind.PP, bounds, device.free_bytes, device=device)
+        return private_memory(files, layouts, carrier, kept)
     cut = cut_within_blocks(files.geometry, files.tensors, layouts.values())
     store = WeightStore(files, fds["weights"], cut)
     store.expand(carrier.rank, spec.num_ranks)

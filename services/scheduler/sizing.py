@@ -95,6 +95,11 @@ def _num_blocks(
     elif ledger is not None and budgets is not None:
         num_blocks, reason = _budgeted_blocks(ledger, budgets)
         num_blocks = min(num_useful, num_blocks)
+    elif settings.group.device != "cpu":
+        raise ConfigurationError(
+            f'group.device = "{settings.group.device}" and nothing sizes the KV pool: the memory that is free here is '
+            "not the devices'; set pool.num_blocks, pool.kv_bytes or group.memory_bytes"
+        )
     else:
         # Where ranks own their memory both layouts' pools are resident, and together they hold each block twice.
         num_pools = 1 if settings.group.mode == "shared" else 2

@@ -55,6 +55,7 @@ class Rig:
     rank: Rank
     files: ModelFiles
     memory: RankMemory
+    device: RankDevice
     layouts: Mapping[LayoutKind, Layout]
     carrier: Carrier
     runner: Runner
@@ -93,7 +94,7 @@ def build_rig(settings: Settings, rank: Rank, fds: Mapping[str, int], ring: Ring
     runner = Runner(rank, files.geometry, memory, layouts, carrier, runner_limits(settings, files), ring, device)
     settle()
     boot_ns = time.perf_counter_ns() - began_ns
-    return Rig(rank, files, memory, layouts, carrier, runner, boot_ns, num_expanded, ledger)
+    return Rig(rank, files, memory, device, layouts, carrier, runner, boot_ns, num_expanded, ledger)
 
 
 def rank_memory(

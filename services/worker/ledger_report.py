@@ -12,6 +12,7 @@ from services.mesh.host_memory import HostMemoryReader, process_memory
 from services.mesh.memory_plan import Model, asked_by, plan_memory
 from services.mesh.model_files import ModelFiles
 from services.mesh.settings import Settings
+from services.worker.device import RankDevice
 
 
 def priced(settings: Settings, files: ModelFiles) -> Ledger:
@@ -27,8 +28,8 @@ def priced(settings: Settings, files: ModelFiles) -> Ledger:
         raise ConfigurationError(f"[group] does not fit this model: {error}") from error
 
 
-def memory_line(ledger: Ledger, rank: Rank) -> dict[str, object]:
-    """Estimate and measurement as fields of one log line, in bytes, and the host beside them."""
+def memory_line(ledger: Ledger, rank: Rank, device: RankDevice) -> dict[str, object]:
+    """Estimate and measurement as fields of one log line, in bytes, and the host and the device beside them."""
     account, host = ledger.ranks[rank], HostMemoryReader().read()
     line: dict[str, object] = {
         "estimated_bytes": account.fixed_bytes,
@@ -37,6 +38,8 @@ def memory_line(ledger: Ledger, rank: Rank) -> dict[str, object]:
         "host_left_bytes": host.left_bytes,
         "host_binding": host.binding,
     }
+    if device.is_cuda:
+        line |= {"device": str(device.place), "device_left_bytes": device.free_bytes()}
     if (own := process_memory()) is not None:
         line |= {
             "measured_pss_bytes": own.pss_bytes,

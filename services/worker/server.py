@@ -159,7 +159,7 @@ async def _boot(shell: Shell, rank: Rank) -> Rig | None:
         weights_bytes=rig.memory.weights_bytes,
         **{kind.value: rig.layouts[kind].shares[rank] for kind in rig.layouts},
     )
-    shell.log.info("memory", **memory_line(rig.ledger, rank))
+    shell.log.info("memory", **memory_line(rig.ledger, rank, rig.device))
     return rig
 
 

@@ -112,12 +112,13 @@ class ToyWorker(WorkerServiceServicer):
 class Router:
     """One router's stream, read as it comes."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, wait_s: float = WAIT_S) -> None:
+        self._wait_s = wait_s
         self.call = SchedulerServiceStub(channel).ServeRequests(wait_for_ready=True)
         self.events: dict[str, list[RequestEvent]] = {}
 
     async def next(self) -> pb.ServeRequestsResponse:
-        with anyio.fail_after(WAIT_S):
+        with anyio.fail_after(self._wait_s):
             message = await self.call.read()
         assert isinstance(message, pb.ServeRequestsResponse), f"the stream has ended: {await self.call.details()}"
         for event in message.events.events:

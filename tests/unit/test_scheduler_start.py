@@ -65,6 +65,14 @@ def test_where_ranks_own_their_memory_both_pools_count(mode: Literal["dual", "ex
     assert size_group(settings_of(), GEOMETRY, 80 * BLOCK_BYTES).limits.num_blocks == 20
 
 
+def test_a_pool_on_devices_is_not_sized_by_the_hosts_memory() -> None:
+    group = GroupSettings(mode="dual", carrier="nccl", device="cuda")
+    with pytest.raises(ConfigurationError, match=r'device = "cuda" and nothing sizes the KV pool.*set pool.num_blocks'):
+        size_group(settings_of(group=group), GEOMETRY, 80 * BLOCK_BYTES)
+    sized = size_group(settings_of(group=group, pool=PoolSettings(num_blocks=600)), GEOMETRY, 0)
+    assert sized.limits.num_blocks == 600
+
+
 def test_a_pool_that_holds_nothing_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=f"1 blocks of {BLOCK_BYTES} bytes .* at least 2"):
         size_group(settings_of(), GEOMETRY, free_bytes=4 * BLOCK_BYTES)

@@ -1,0 +1,122 @@
+"""What the ranks of a group on devices are asked to do between entries: functions that are sent to their processes."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import paths
+from services.core.ids import FlipId, LayoutKind, Rank
+from services.mesh.compatibility import Device
+from services.worker.collectives import Carrier
+from services.worker.device import RankDevice, rank_device
+from services.worker.device_carrier import DeviceCarrier
+from services.worker.gloo_carrier import GlooBounds
+from services.worker.participation import Worked, WorkLost
+from services.worker.private.layout_pool import LayoutPool
+from services.worker.rendezvous import meet
+from services.worker.runner import MAX_UNREAD_STEPS, Runner
+from tests.unit.private_group import check_rows, fill, poison, whole_cache
+from tests.unit.test_private_flips import FaultyWire
+from tools.rank_processes import GroupSpec
+
+MEET_S = 60.0
+Runs = tuple[tuple[int, int], ...]
+
+
+def on_cuda(spec: GroupSpec, rank: Rank, fds: Mapping[str, int]) -> tuple[Carrier, RankDevice]:
+    """Rank r on device r, NCCL between them."""
+    device = rank_device(Device.CUDA, rank)
+    address, store = meet(fds["flags"], rank, "127.0.0.1:0", MEET_S)
+    members = (address, rank, spec.num_ranks, spec.num_ranks - 1, _bounds(spec), store)
+    return DeviceCarrier(*members, place=device.place, backend="nccl"), device
+
+
+def as_on_cuda(spec: GroupSpec, rank: Rank, fds: Mapping[str, int]) -> tuple[Carrier, RankDevice]:
+    """The same code over host memory and gloo: a rehearsal where there is no device."""
+    paths.takes_torch = lambda tensor: True
+    device = RankDevice(Device.CUDA, torch.device("cpu"))
+    address, store = meet(fds["flags"], rank, "127.0.0.1:0", MEET_S)
+    members = (address, rank, spec.num_ranks, spec.num_ranks - 1, _bounds(spec), store)
+    return DeviceCarrier(*members, place=device.place, backend="gloo"), device
+
+
+def _bounds(spec: GroupSpec) -> GlooBounds:
+    return GlooBounds(max_rows=spec.limits.max_resident_requests, num_board_steps=2 * MAX_UNREAD_STEPS)
+
+
+class LogitsLog:
+    """Stands before a runner's own sampler and keeps what it is given until it is asked for."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._sampler = runner._sampler
+        self._seen: list[Tensor] = []
+        runner._sampler = self  # type: ignore[assignment]
+
+    def sample(self, logits: Tensor, *rest: Any) -> Any:
+        self._seen.append(logits.clone())
+        return self._sampler.sample(logits, *rest)
+
+    def collected(self) -> list[Any]:
+        """[rows, vocabulary] of every step since the last call that sampled here."""
+        seen, self._seen = self._seen, []
+        return [logits.numpy() for logits in seen]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One rank's part of a flip."""
+
+    work_ns: int
+    answer: Worked | WorkLost
+
+
+def work(runner: Runner, flip_id: FlipId) -> Work:
+    began_ns = time.perf_counter_ns()
+    answer = runner.work(flip_id)
+    runner._device.finish()
+    return Work(time.perf_counter_ns() - began_ns, answer)
+
+
+def _pool(runner: Runner, kind: LayoutKind) -> LayoutPool:
+    memory: Any = runner._memory
+    pool: LayoutPool = memory._rows.pools[kind]
+    return pool
+
+
+def _cache(runner: Runner, kind: LayoutKind, seed: int) -> Tensor:
+    geometry = runner._geometry
+    shape = (geometry.num_layers, _pool(runner, kind).num_blocks, geometry.num_kv_heads, geometry.head_dim)
+    return whole_cache(*shape, seed=seed).to(runner._device.place)
+
+
+def fill_rows(runner: Runner, kind: LayoutKind, seed: int) -> None:
+    fill(_pool(runner, kind), _cache(runner, kind, seed))
+
+
+def poison_rows(runner: Runner, kind: LayoutKind) -> None:
+    poison(_pool(runner, kind))
+
+
+def rows_are_right(runner: Runner, kind: LayoutKind, seed: int, live: Runs) -> str:
+    """Empty, or what is wrong: live rows have the bits of the cache, all others are poisoned still."""
+    try:
+        check_rows(_pool(runner, kind), _cache(runner, kind, seed), live)  # type: ignore[arg-type]
+    except AssertionError as error:
+        return f"rank {runner._rank}: rows of {kind.value} differ: {error}"
+    return ""
+
+
+def change_one_byte(runner: Runner, at_message: int) -> None:
+    """Of the message of that number that this rank takes next."""
+    FaultyWire(runner._carrier, at_message)
+
+
+def log_place(runner: Runner) -> tuple[int, int]:
+    """Sequence and epoch of the log that this rank follows."""
+    follower = runner.follower
+    assert follower.sequence is not None and follower.epoch is not None
+    return follower.sequence, follower.epoch
