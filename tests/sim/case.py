@@ -6,6 +6,7 @@ from random import Random
 from services.core.flip import FlipDeadlines
 from services.core.ids import BLOCK_SLOTS, LayoutKind, TokenId
 from services.scheduler.limits import BatchLimits
+from tests.sim.memory import Mode, Slip
 from tests.sim.toy_model import END_ID, VOCAB, letter
 from tests.sim.world import Delay
 
@@ -24,8 +25,20 @@ SLOW_CHANNEL_NS = 30 * MS
 LARGE_SHARE = 0.06
 """Of all schedules: those with many requests and long answers. Most races need few of both, and small ones are found
 and read sooner."""
-MOMENTS = ("armed", "parked", "present", "entered", "working", "verified", "concluded")
-"""Of a flip, in their order."""
+MOMENTS = (
+    "armed",
+    "parked",
+    "present",
+    "entered",
+    "working",
+    "read",
+    "seam",
+    "written",
+    "pages",
+    "verified",
+    "concluded",
+)
+"""Of a flip, in their order; a seam and pages are not in every mode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +98,9 @@ class Odds:
     refuse: float = 0.0
     withdraw: float = 0.0
     fail: float = 0.0
+    """Rows, weights, or something when all is done."""
     breaks: float = 0.0
-    """Of a failure: that the active layout has not its bytes any more."""
+    """Of a failure, and of each way back: that the active layout is not to be had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +128,18 @@ class Case:
     link_capacity: int = 2
     slow_share: float = 0.0
     """Of all channels: those that are many times slower than the others."""
-    is_shared: bool = False
-    """Both layouts are views of one pool: a flip moves nothing, and each rank works alone."""
+    mode: Mode = Mode.DUAL
+    slips: tuple[tuple[int, Slip], ...] = ()
+    """By rank, what goes wrong in its first flip, whatever the odds."""
+    is_exclusive: bool = False
+    """One layout's rows have pages at a time."""
     uses_shipped_table: bool = False
     """Rank 0 drives the worker's own resident table as well."""
+
+    @property
+    def ranks_meet(self) -> bool:
+        """Whether ranks wait for each other in a flip's work."""
+        return self.mode is not Mode.SHARED
 
     @property
     def begin_ns(self) -> int:
@@ -150,6 +172,7 @@ def draw_case(rng: Random) -> Case:
     asked = _asked(rng, limits, horizon_ns, is_large)
     has_faults = rng.random() < 0.5
     low = rng.choice((10, 50, 200)) * US
+    mode = rng.choice((Mode.SHARED, Mode.SHARED, Mode.DUAL, Mode.EXCHANGE, Mode.IMAGE))
     return Case(
         num_ranks=num_ranks,
         kind=rng.choice((LayoutKind.PP, LayoutKind.TP)),
@@ -167,7 +190,8 @@ def draw_case(rng: Random) -> Case:
         slowness=tuple(rng.choice((1.0, 1.0, 1.5, 4.0)) for _ in range(num_ranks)),
         link_capacity=rng.choice((1, 2, 4)),
         slow_share=rng.choice((0.0, 0.1, 0.3)),
-        is_shared=rng.random() < 0.4,
+        mode=mode,
+        is_exclusive=mode is not Mode.SHARED and rng.random() < 0.4,
         uses_shipped_table=rng.random() < 0.1,
     )
 

@@ -34,6 +34,7 @@ class Checks:
         self._verified: dict[FlipKey, set[Rank]] = {}
         self._owned: dict[FlipKey, tuple[tuple[BlockId, int], ...]] = {}
         self._faults: list[tuple[int, Fault]] = []
+        self.outcomes: list[FlipOutcome] = []
         self.num_committed = self.num_abandoned = self.num_lost = self.num_carried = 0
 
     def on_fault(self, fault: Fault) -> None:
@@ -127,6 +128,7 @@ class Checks:
 
     def on_outcome(self, outcome: FlipOutcome, reason: str) -> None:
         """Counted; a clock that expires without a fault is a wedge somebody papered over."""
+        self.outcomes.append(outcome)
         if outcome is FlipOutcome.COMMITTED:
             self.num_committed += 1
         else:

@@ -301,7 +301,8 @@ class InPlaceRank(RankProcess):
     """Writes the destination into the source's rows before everyone has read, and cannot go back."""
 
     def move(self, flip: FlipEntry) -> Work:
-        source = self.planes[flip.target.other]
+        assert self.memory is not None
+        source = self.memory.slots(flip.target.other)
         yield from super().move(flip)
         for begin, length in flip.live_runs:
             source[begin * 16 : (begin + length) * 16] = [None] * (length * 16)

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 from services.core.ids import TokenId
 from tests.sim.case import MS, US, Case, Fault, Odds, Trigger
+from tests.sim.memory import Mode
 
 
 def mover_dies_at_enter(case: Case) -> Case:
     """Its journal holds ENTER, and ranks may not have heard it."""
-    return replace(case, faults=(Fault(0, "crash", "mover", moment="entered"),), eager_flips=3, is_shared=False)
+    return replace(case, faults=(Fault(0, "crash", "mover", moment="entered"),), eager_flips=3, mode=Mode.DUAL)
 
 
 def links_break_as_flips_follow_each_other(case: Case) -> Case:
@@ -29,7 +30,7 @@ def nothing_fits(case: Case) -> Case:
 
 def rows_are_exchanged(case: Case) -> Case:
     """Each layout has its own pool, so ranks meet in a flip; nobody is hurt."""
-    return replace(case, is_shared=False, faults=(), odds=Odds(), eager_flips=2)
+    return replace(case, mode=Mode.DUAL, faults=(), odds=Odds(), eager_flips=2)
 
 
 def nobody_is_hurt(case: Case) -> Case:
@@ -42,7 +43,14 @@ def work_fails(case: Case) -> Case:
     slowness = tuple(1.0 + 7.0 * (rank == 0) for rank in range(case.num_ranks))
     odds = Odds(fail=0.4)
     return replace(
-        case, faults=(), odds=odds, eager_flips=4, is_shared=True, slowness=slowness, control=(5 * US, 50 * US)
+        case,
+        faults=(),
+        odds=odds,
+        eager_flips=4,
+        mode=Mode.SHARED,
+        is_exclusive=False,
+        slowness=slowness,
+        control=(5 * US, 50 * US),
     )
 
 
@@ -81,14 +89,21 @@ def the_question_breaks_after_enter(case: Case) -> Case:
 def mover_is_gone_after_enter(case: Case) -> Case:
     """It has told some ranks, which wait for the others inside the exchange, and nobody comes to tell those."""
     faults = (Fault(0, "crash", "mover", 900 * MS, "entered"),)
-    return replace(case, faults=faults, is_shared=False, eager_flips=2, odds=Odds(), slow_share=0.3)
+    return replace(case, faults=faults, mode=Mode.DUAL, eager_flips=2, odds=Odds(), slow_share=0.3)
 
 
 def mover_dies_and_ranks_fail(case: Case) -> Case:
     """Its next life calls off what the one before had begun, while the word of that one is still on its way."""
     faults = (Fault(0, "crash", "mover", moment="entered"),)
     return replace(
-        case, faults=faults, is_shared=True, eager_flips=3, odds=Odds(fail=0.5), slow_share=0.3, boot=(100 * US, 1 * MS)
+        case,
+        faults=faults,
+        mode=Mode.SHARED,
+        is_exclusive=False,
+        eager_flips=3,
+        odds=Odds(fail=0.5),
+        slow_share=0.3,
+        boot=(100 * US, 1 * MS),
     )
 
 
@@ -107,3 +122,37 @@ def one_prompt_of_whole_blocks(case: Case) -> Case:
     limits = replace(case.limits, num_blocks=4, max_context_tokens=64)
     prompt = tuple(TokenId(1 + place % 5) for place in range(48))
     return replace(case, limits=limits, asked=tuple(replace(asked, prompt=prompt) for asked in case.asked))
+
+
+def a_rank_sleeps_in_the_gate(case: Case) -> Case:
+    """It is told that the gate is open, and says nothing until a clock has expired."""
+    faults = (Fault(0, "stop", f"rank-{case.num_ranks - 1}", 900 * MS, "parked"),)
+    return replace(case, faults=faults, eager_flips=2, odds=Odds(), control=(1 * MS, 2 * MS))
+
+
+def a_rank_is_far_behind(case: Case) -> Case:
+    """Its steps take so long that others wait for it at the FLIP entry."""
+    slowness = tuple(1.0 + 11.0 * (rank == 0) for rank in range(case.num_ranks))
+    return replace(nobody_is_hurt(case), slowness=slowness, step_ns=1 * MS, control=(50 * US, 200 * US))
+
+
+def links_break_where_work_is_done(case: Case) -> Case:
+    """The mover's stream to a rank ends once its part is done, and opens again."""
+    faults = tuple(Fault(0, "unlink", "rank-0", moment=moment) for moment in ("parked", "present", "verified"))
+    return replace(case, faults=faults, eager_flips=4, odds=Odds(fail=0.2))
+
+
+def weights_are_found_wrong(case: Case) -> Case:
+    """In an exchange, on one rank or another."""
+    return replace(case, mode=Mode.EXCHANGE, faults=(), odds=Odds(fail=0.5), eager_flips=4)
+
+
+def ranks_fail_behind_the_seam(case: Case) -> Case:
+    """One layout's rows have pages at a time, and one rank fails when others have verified."""
+    return replace(case, mode=Mode.DUAL, is_exclusive=True, faults=(), odds=Odds(fail=0.4), eager_flips=4)
+
+
+def pools_are_full(case: Case) -> Case:
+    """Each layout has its own pool, and requests take all of it."""
+    limits = replace(case.limits, num_blocks=4)
+    return replace(rows_are_exchanged(case), limits=limits)

@@ -19,6 +19,7 @@ from services.scheduler.generation_log import GenerationLog
 from services.worker.rank_flips import RankFlips
 from tests.sim.case import SLOW_CHANNEL_NS, Case, Fault
 from tests.sim.checks import Checks
+from tests.sim.memory import Memory
 from tests.sim.mover import MoverProcess
 from tests.sim.rank import RankProcess
 from tests.sim.resident_places import Places
@@ -50,6 +51,7 @@ class Parts:
     coordinator: type[FlipCoordinator] = FlipCoordinator
     participant: type[FlipParticipant] = FlipParticipant
     places: type[Places] = Places
+    memory: type[Memory] = Memory
     rank: type[RankProcess] = RankProcess
     flips: type[RankFlips] = RankFlips
     log: type[GenerationLog] = GenerationLog

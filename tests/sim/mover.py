@@ -127,7 +127,8 @@ class MoverProcess(Process):
         for command in answer.commands:
             self._send(key, command)
         for event in answer.early:
-            self._feed(question, event)
+            if self._question is question:
+                self._feed(question, event)
 
     def on_scheduler_lost(self, answers: Channel) -> None:
         """The stream that asked has ended: nobody waits for its attempt any more."""

@@ -190,11 +190,22 @@ class WalkingRank(RankProcess):
 class OwnClockRank(RankProcess):
     """E: each rank counts from the arm, and abandons by itself when its own clock says so."""
 
+    def boot(self) -> None:
+        self._expired = 0
+        super().boot()
+
+    def take_entry(self, entry: LogEntry) -> None:
+        if isinstance(entry.entry, FlipEntry):
+            self.world.at(OWN_CLOCK_NS, self, self._expire, entry.entry.flip_id)
+        super().take_entry(entry)
+
     def say_parked(self, reached: EntryReached) -> None:
         super().say_parked(reached)
-        self.world.at(OWN_CLOCK_NS, self, self._expire, reached.flip_id)
+        if reached.flip_id <= self._expired:
+            self._to_loop.send(AbandonReached(reached.flip_id))
 
     def _expire(self, flip_id: Any) -> None:
+        self._expired = flip_id
         if self.participant.flip_id == flip_id and self.participant.state.value in ("parked", "present"):
             self._tell(AbandonReached(flip_id))
 

@@ -4,9 +4,8 @@ The log follower and the participant are the shipped ones. The model thread is a
 for, so it can be anywhere when something happens. Each slot of the pool holds the chain of the prefix that was written
 there; a row whose context is not exactly its request's own history is a violation at once.
 
-A rank has a plane for each layout: under PP its own layers of every head, under TP its heads of every layer. Only the
-plane of the layout in force is read; a flip fills the other one from all ranks' planes, and its end empties one of
-the two, so that a row that was not carried cannot be read by chance.
+Only the plane of the layout in force is read; a flip fills the other one from all ranks' planes, and its end empties
+one of the two, so that a row that was not carried cannot be read by chance (`memory`).
 """
 
 from collections import deque
@@ -23,6 +22,7 @@ from services.core.flip import (
     EntryReached,
     ParticipantEffect,
     ParticipantEvent,
+    SayNotReady,
     SayPresent,
     SayVerified,
     StartWork,
@@ -30,6 +30,7 @@ from services.core.flip import (
     WorkFailed,
 )
 from services.core.ids import BLOCK_SLOTS, FlipId, LayoutKind, Rank, RequestIndex, Sequence, TokenId
+from services.core.log_follower import FIRST_EPOCH
 from services.core.step import (
     AbandonEntry,
     CommitEntry,
@@ -40,7 +41,9 @@ from services.core.step import (
     StepPlan,
     StepReport,
 )
+from services.worker.holders import Held, switch_all
 from tests.sim.data_plane import WAIT, DataPlane, Member
+from tests.sim.memory import Holder, LostError, Memory, RestorableError, Slip
 from tests.sim.resident_places import Places
 from tests.sim.shipped_table import ShippedPlaces
 from tests.sim.toy_model import next_token
@@ -51,6 +54,9 @@ if TYPE_CHECKING:
 
 MAX_UNREAD_STEPS = 32
 """As of the worker: ids are applied unasked when they are this old."""
+
+NOT_READY_NS = 3_000_000
+"""How often a rank that is behind a FLIP entry says so."""
 
 HOP_NS = 2_000_000
 """From the model thread to the event loop, at most: meanwhile the loop decides on what it knows."""
@@ -94,13 +100,14 @@ class RankProcess(Member):
         self.mover: Channel | None = None
         self.plane: DataPlane | None = None
         self.places: Places | None = None
-        self.planes: dict[LayoutKind, list[int | None]] = {}
+        self.memory: Memory | None = None
         self._queue: deque[LogEntry | FlipWork] = deque()
         self._work: Work | None = None
         self._fence: tuple[int, int] = (0, 0)
         self._unread: deque[tuple[Sequence, list[tuple[RequestIndex, int]], tuple[TokenId, ...] | None]] = deque()
         self._digest = 0
         self._before: list[int | None] = []
+        self._live: tuple[tuple[int, int], ...] = ()
         self._to_loop = Channel(self.world, self, self._tell, (0, min(HOP_NS, self.group.case.control[1])))
         self.group.on_rank_up(self)
 
@@ -119,7 +126,16 @@ class RankProcess(Member):
         """The stream brought an entry; its fence is what reports carry from now on."""
         self._fence = (entry.generation, entry.epoch)
         self._queue.append(entry)
+        if isinstance(flip := entry.entry, FlipEntry):
+            self.world.at(NOT_READY_NS, self, self._say_behind, flip.flip_id)
         self._next()
+
+    def _say_behind(self, flip_id: FlipId) -> None:
+        """FLIP is received and entries before it still run: says so, as long as they do."""
+        queued = (item.entry for item in self._queue if isinstance(item, LogEntry))
+        if any(isinstance(entry, FlipEntry) and entry.flip_id == flip_id for entry in queued):
+            self.carry_out(SayNotReady(flip_id, f"executing entry {self.follower.sequence}"))
+            self.world.at(NOT_READY_NS, self, self._say_behind, flip_id)
 
     def _next(self) -> None:
         while self._work is None and self._queue:
@@ -161,30 +177,36 @@ class RankProcess(Member):
             case FlipEntry() as flip:
                 yield from self.park(flip)
             case CommitEntry(flip_id=flip_id, layout=layout):
+                self.switch(layout)
+                yield from self._settle(layout)
                 self._to_loop.send(CommitReached(flip_id))
-                self._forget_plane(layout.other)
             case AbandonEntry(flip_id=flip_id):
-                self._abandon(flip_id)
+                yield from self._settle(self.layout)
+                self._check_source(flip_id)
+                self._to_loop.send(AbandonReached(flip_id))
 
     def _reset(self, reset: ResetEntry) -> None:
-        self.num_blocks = reset.num_blocks
         case = self.group.case
         if case.uses_shipped_table and self.rank == 0:
             self.places = ShippedPlaces(reset, case.limits.max_batch_tokens)
         else:
             self.places = self.group.parts.places(reset.max_resident_requests)
         self.places.poison = self.group.poison
-        pool = self._empty()
-        self.planes = {kind: pool if case.is_shared else self._empty() for kind in LayoutKind}
+        num_slots = reset.num_blocks * BLOCK_SLOTS
+        held: Held = (reset.layout, FIRST_EPOCH)
+        self.holders = [Holder("stage", held), *self.speculation(held)]
+        self.memory = self.group.parts.memory(case.mode, reset.layout, num_slots, is_exclusive=case.is_exclusive)
         assert self.reports is not None
         self.reports.send(self.rank, self._fence, Ready(self.rank))
 
-    def _forget_plane(self, kind: LayoutKind) -> None:
-        if not self.group.case.is_shared:
-            self.planes[kind] = self._empty()
+    def speculation(self, held: Held) -> list[Holder]:
+        """The proposer's algorithm and its draft: of use only together."""
+        return [Holder("algorithm", held), Holder("draft", held)]
 
-    def _empty(self) -> list[int | None]:
-        return [None] * (self.num_blocks * BLOCK_SLOTS)
+    def switch(self, kind: LayoutKind) -> None:
+        """COMMIT is executed: everything that holds a layout, by the shipped check."""
+        assert self.follower.epoch is not None
+        switch_all(self.holders, kind, self.follower.epoch)
 
     # A step.
 
@@ -208,11 +230,11 @@ class RankProcess(Member):
         piped = self.layout is LayoutKind.PP
         if piped and self.rank > 0:
             hidden = yield (self.receive, sequence, ends)
-            self._check_equal("hidden states", sequence, hidden, ends)
+            self.check_equal("hidden states", sequence, hidden, ends)
         yield (self.compute, plan.num_tokens)
         if not piped and num_ranks > 1:
             partials = yield (plane.join, self.rank, (sequence, "reduce"), ends)
-            self._check_equal("partial sums", sequence, partials, [ends] * num_ranks)
+            self.check_equal("partial sums", sequence, partials, [ends] * num_ranks)
         self._attend(plan, sequence)
         if piped and self.rank < num_ranks - 1:
             yield (self.hand_on, sequence, ends)
@@ -236,14 +258,19 @@ class RankProcess(Member):
         return self.plane.links[self.rank].send(sequence, ends)
 
     def _attend(self, plan: StepPlan, sequence: Sequence) -> None:
-        assert self.places is not None
-        slots = self.planes[self.layout]
+        assert self.places is not None and self.memory is not None
+        slots = self.memory.slots(self.layout)
         self.places.read_rows(self, plan, slots, sequence)
         self.places.write_rows(plan, slots)
 
     def _sample(
         self, plan: StepPlan, sequence: Sequence, ends: list[int], plane: DataPlane
     ) -> tuple[TokenId, ...] | None:
+        _, algorithm, draft = self.holders
+        if algorithm.held != draft.held:
+            raise InvariantError(
+                "half armed", f"{self.name} step {sequence}: algorithm of {algorithm.held}, draft of {draft.held}"
+            )
         targets = [(plan.row_request_index[r], plan.row_start[r] + plan.row_num_tokens[r]) for r in plan.sampled_row]
         ids = None
         if self.rank == self.group.case.num_ranks - 1:
@@ -252,7 +279,8 @@ class RankProcess(Member):
         self._unread.append((sequence, targets, ids))
         return ids
 
-    def _check_equal(self, what: str, sequence: Sequence, got: object, own: object) -> None:
+    def check_equal(self, what: str, sequence: int, got: object, own: object) -> None:
+        """What peers hold must be what is computed here."""
         if got != own:
             raise InvariantError("agreement", f"{self.name} step {sequence}: {what} are of {got}, computed here {own}")
 
@@ -269,7 +297,8 @@ class RankProcess(Member):
         odds, rng = self.group.case.odds, self.world.rng
         fits = not (odds.refuse and rng.random() < odds.refuse)
         self.group.moment("parked")
-        self._before = list(self.planes[flip.target.other])
+        assert self.memory is not None
+        self._before, self._live = list(self.memory.slots(flip.target.other)), flip.live_runs
         plan_hash = hash((flip.target.value == "tp", flip.live_runs))
         self.say_parked(EntryReached(flip.flip_id, fits, "" if fits else "does not fit here", plan_hash))
         yield from ()
@@ -341,40 +370,50 @@ class RankProcess(Member):
             self._to_loop.send(WorkFailed(work.flip_id, "not parked for it", restored=True))
             return
         self.group.moment("working")
-        yield from self.move(flip)
-        self.group.moment("verified")
-        odds, rng = self.group.case.odds, self.world.rng
-        if odds.fail and rng.random() < odds.fail:
-            restored = not (odds.breaks and rng.random() < odds.breaks)
-            self._to_loop.send(WorkFailed(work.flip_id, "checksum", restored=restored))
+        try:
+            yield from self.move(flip)
+        except RestorableError as error:
+            self._to_loop.send(WorkFailed(work.flip_id, str(error), restored=not self.breaks()))
+        except LostError as error:
+            self._to_loop.send(WorkFailed(work.flip_id, str(error), restored=False))
         else:
+            self.group.moment("verified")
             self._to_loop.send(WorkDone(work.flip_id, 0, 0))
 
     def move(self, flip: FlipEntry) -> Work:
-        """Reads the live rows of the plane in force, exchanges them, writes the other plane, verifies."""
-        plane = self.plane
-        assert plane is not None
-        blocks = [block for begin, length in flip.live_runs for block in range(begin, begin + length)]
-        yield (self.compute, len(blocks))
-        if self.group.case.is_shared:
-            return
-        packed = self._packed(self.planes[flip.target.other], blocks)
-        everyones = yield (plane.join, self.rank, ("exchange", flip.flip_id), packed)
-        yield (self.compute, len(blocks))
-        self._check_equal("rows of the other ranks", Sequence(0), everyones, [packed] * len(everyones))
-        target = self._empty()
-        for place, block in enumerate(blocks):
-            target[block * BLOCK_SLOTS : (block + 1) * BLOCK_SLOTS] = packed[place]
-        self.planes[flip.target] = target
-        yield (plane.join, self.rank, ("verify", flip.flip_id), None)
+        """Reads what is in force, makes the other layout whole beside it, verifies."""
+        assert self.memory is not None
+        yield from self.memory.work(self, flip, self._slip(flip.flip_id))
 
-    def _packed(self, source: list[int | None], blocks: list[int]) -> list[list[int | None]]:
-        return [source[block * BLOCK_SLOTS : (block + 1) * BLOCK_SLOTS] for block in blocks]
+    def _slip(self, flip_id: FlipId) -> Slip | None:
+        odds, rng = self.group.case.odds, self.world.rng
+        for rank, slip in self.group.case.slips:
+            if (rank, 1) == (self.rank, flip_id):
+                return slip
+        return rng.choice(tuple(Slip)) if odds.fail and rng.random() < odds.fail else None
 
-    def _abandon(self, flip_id: FlipId) -> None:
-        self._to_loop.send(AbandonReached(flip_id))
-        if self.planes[self.layout] != self._before:
-            raise InvariantError(
-                "source untouched", f"{self.name}: flip {flip_id} is abandoned and its source has changed"
-            )
-        self._forget_plane(self.layout.other)
+    def breaks(self) -> bool:
+        """Whether something that has gone wrong cannot be undone."""
+        odds = self.group.case.odds
+        return bool(odds.breaks) and self.world.rng.random() < odds.breaks
+
+    def _settle(self, kind: LayoutKind) -> Work:
+        assert self.memory is not None
+        try:
+            self.memory.settle(self, kind)
+        except LostError as error:
+            self.world.note(self.name, "exit", str(error))
+            self.world.at(0, None, self.group.crash, self)
+            yield (lambda: WAIT,)
+
+    def _check_source(self, flip_id: FlipId) -> None:
+        """After an abandoned flip: every row of the layout in force, of the live ones where the others had no pages."""
+        assert self.memory is not None
+        now, then = self.memory.slots(self.layout), self._before
+        runs = self._live if self.memory.is_exclusive else ((0, len(then) // BLOCK_SLOTS),)
+        for begin, length in runs:
+            rows = slice(begin * BLOCK_SLOTS, (begin + length) * BLOCK_SLOTS)
+            if now[rows] != then[rows]:
+                raise InvariantError(
+                    "source untouched", f"{self.name}: flip {flip_id} is abandoned and its source has changed"
+                )

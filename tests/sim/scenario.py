@@ -4,7 +4,9 @@
 part above the line of dashes is the case:
 
     ranks 2 | layout pp | seed 1                what is started; times are in ms
+    mode dual | exclusive                       where its weights and rows are
     blocks 8 | resident 4 | chunk 16 | batch 32 | context 64 | ahead 2
+    slip 1 weights                              what goes wrong on a rank in the first flip, also: rows, late
     refuse 1.0                                  odds of each rank in each flip, also: withdraw, fail, breaks
     ask NAME at 0 prompt 20 from c output 4     also: stop b, end, priority 1, abort 5
     flip tp at 5
@@ -12,7 +14,7 @@ part above the line of dashes is the case:
 """
 
 import argparse
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
@@ -20,6 +22,7 @@ from services.core.ids import LayoutKind, TokenId
 from services.scheduler.limits import BatchLimits
 from tests.sim.case import MS, US, Asked, Case, Fault, Odds, Trigger
 from tests.sim.group import Group
+from tests.sim.memory import Mode, Slip
 from tests.sim.toy_model import END_ID, VOCAB
 from tests.sim.world import InvariantError
 
@@ -50,46 +53,79 @@ def parse(text: str) -> tuple[Case, int]:
     Raises:
         ValueError: a line that is no line of a scenario; it is named.
     """
-    limits: dict[str, int] = {}
-    odds: dict[str, float] = {}
-    asked: list[Asked] = []
-    triggers: list[Trigger] = []
-    faults: list[Fault] = []
-    numbers = {"ranks": 2, "seed": 1}
-    kind = LayoutKind.PP
+    given = _Given()
     for line in text.splitlines():
-        match line.partition("#")[0].split():
-            case []:
-                pass
-            case [("ranks" | "seed") as name, value]:
-                numbers[name] = int(value)
-            case ["layout", value]:
-                kind = LayoutKind(value)
-            case [name, value] if name in _LIMIT_NAMES:
-                limits[_LIMIT_NAMES[name]] = int(value)
-            case [("refuse" | "withdraw" | "fail" | "breaks") as name, value]:
-                odds[name] = float(value)
-            case ["ask", name, *words]:
-                asked.append(_asked(name, words))
-            case ["flip", target, "at", at]:
-                triggers.append(Trigger(_ns(at), LayoutKind(target)))
-            case [("crash" | "stop" | "unlink" | "unask") as what, who, *words]:
-                faults.append(_fault(what, who, words))
-            case _:
-                raise ValueError(f"not a line of a scenario: {line!r}")
+        if words := line.partition("#")[0].split():
+            given.take(words, line)
     case = Case(
-        num_ranks=numbers["ranks"],
-        kind=kind,
-        limits=replace(LIMITS, **limits),
-        asked=tuple(asked),
-        triggers=tuple(triggers),
-        faults=tuple(faults),
-        odds=Odds(**odds),
+        num_ranks=given.numbers["ranks"],
+        kind=given.kind,
+        limits=replace(LIMITS, **given.limits),
+        asked=tuple(given.asked),
+        triggers=tuple(given.triggers),
+        faults=tuple(given.faults),
+        odds=Odds(**given.odds),
+        slips=tuple(given.slips),
+        mode=given.mode,
+        is_exclusive=given.is_exclusive,
         control=(200 * US, 200 * US),
         data=(20 * US, 20 * US),
         boot=(1 * MS, 2 * MS),
     )
-    return case, numbers["seed"]
+    return case, given.numbers["seed"]
+
+
+@dataclass(slots=True)
+class _Given:
+    """What the lines have said so far."""
+
+    numbers: dict[str, int] = field(default_factory=lambda: {"ranks": 2, "seed": 1})
+    kind: LayoutKind = LayoutKind.PP
+    mode: Mode = Mode.DUAL
+    is_exclusive: bool = False
+    limits: dict[str, int] = field(default_factory=dict)
+    odds: dict[str, float] = field(default_factory=dict)
+    asked: list[Asked] = field(default_factory=list)
+    triggers: list[Trigger] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    slips: list[tuple[int, Slip]] = field(default_factory=list)
+
+    def take(self, words: list[str], line: str) -> None:
+        """One line."""
+        if not (self._take_group(words) or self._take_event(words)):
+            raise ValueError(f"not a line of a scenario: {line!r}")
+
+    def _take_group(self, words: list[str]) -> bool:
+        match words:
+            case [("ranks" | "seed") as name, value]:
+                self.numbers[name] = int(value)
+            case ["layout", value]:
+                self.kind = LayoutKind(value)
+            case ["mode", value]:
+                self.mode = Mode(value)
+            case ["exclusive"]:
+                self.is_exclusive = True
+            case [name, value] if name in _LIMIT_NAMES:
+                self.limits[_LIMIT_NAMES[name]] = int(value)
+            case [("refuse" | "withdraw" | "fail" | "breaks") as name, value]:
+                self.odds[name] = float(value)
+            case _:
+                return False
+        return True
+
+    def _take_event(self, words: list[str]) -> bool:
+        match words:
+            case ["slip", rank, value]:
+                self.slips.append((int(rank), Slip[value.upper()]))
+            case ["ask", name, *rest]:
+                self.asked.append(_asked(name, rest))
+            case ["flip", target, "at", at]:
+                self.triggers.append(Trigger(_ns(at), LayoutKind(target)))
+            case [("crash" | "stop" | "unlink" | "unask") as what, who, *rest]:
+                self.faults.append(_fault(what, who, rest))
+            case _:
+                return False
+        return True
 
 
 def _ns(milliseconds: str) -> int:

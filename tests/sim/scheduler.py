@@ -131,7 +131,7 @@ class SchedulerProcess(Process):
         now_ns = group.world.now_ns
         self.run = run = Run(
             log=log,
-            attempts=group.parts.attempts(not case.is_shared),
+            attempts=group.parts.attempts(case.ranks_meet),
             streams=streams,
             begun_ns=now_ns,
             flipped_ns=now_ns,

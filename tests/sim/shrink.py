@@ -50,7 +50,17 @@ def smaller_cases(case: Case) -> Iterator[Case]:
             if len(items) > (name == "asked"):
                 yield replace(case, **{name: items[:place] + items[place + 1 :]})
     plain = Case(case.num_ranks, case.kind, case.limits, case.asked, control=case.control, data=case.data)
-    for name in ("odds", "eager_flips", "policy_ns", "slow_share", "slowness", "uses_shipped_table", "link_capacity"):
+    for name in (
+        "odds",
+        "mode",
+        "is_exclusive",
+        "eager_flips",
+        "policy_ns",
+        "slow_share",
+        "slowness",
+        "uses_shipped_table",
+        "link_capacity",
+    ):
         if getattr(case, name) != getattr(plain, name):
             yield replace(case, **{name: getattr(plain, name)})
     for name in ("refuse", "withdraw", "fail"):

@@ -43,6 +43,16 @@ from tests.sim.faults_flip import (
     UnboundRounds,
     UnwrittenEnterMover,
 )
+from tests.sim.faults_memory import (
+    DraftlessRank,
+    DroppedRowsMemory,
+    HalfReturnedMemory,
+    LonelyReturnMemory,
+    ProposerlessRank,
+    SmallPoolMemory,
+    UnreadSourceMemory,
+    UnsettledMemory,
+)
 from tests.sim.focuses import (
     everybody_withdraws,
     indexes_change_hands,
@@ -53,11 +63,14 @@ from tests.sim.focuses import (
     nobody_is_hurt,
     nothing_fits,
     one_prompt_of_whole_blocks,
+    pools_are_full,
+    ranks_fail_behind_the_seam,
     rows_are_exchanged,
     scheduler_dies_as_flips_follow_each_other,
     scheduler_dies_as_it_asks,
     slow_stages,
     the_question_breaks_after_enter,
+    weights_are_found_wrong,
     work_fails,
 )
 from tests.sim.group import SHIPPED, Parts
@@ -99,8 +112,12 @@ class Specimen:
     """A pattern of the violation's text: who is seen waiting in what."""
 
 
-def _specimen(name: str, invariants: Items[str], focus: Focus = unchanged, says: str = "", **parts: type) -> Specimen:
-    return Specimen(name, replace(SHIPPED, **parts), frozenset(invariants), focus=focus, says=says)
+def _specimen(
+    name: str, invariants: Items[str], focus: Focus = unchanged, says: str = "", first: int = 0, **parts: type
+) -> Specimen:
+    """`first`: where to begin looking for what is rare."""
+    seeds = range(first, first + NUM_SEEDS)
+    return Specimen(name, replace(SHIPPED, **parts), frozenset(invariants), seeds, focus, says)
 
 
 WEDGED = ("wedge", "convergence")
@@ -147,10 +164,11 @@ SPECIMENS = (
         "later marks dropped by a late question",
         ("convergence",),
         scheduler_dies_as_it_asks,
+        first=1400,
         coordination=LatelyForgetfulCoordination,
     ),
     _specimen("a rank enters alone", ("raised", "wedge", "convergence"), participant=EagerParticipant),
-    _specimen("no ABANDON while entered", ("raised",), work_fails, participant=BoundParticipant),
+    _specimen("no ABANDON while entered", ("raised",), work_fails, first=300, participant=BoundParticipant),
     _specimen(
         "no later DISARM while parked",
         ("raised",),
@@ -209,6 +227,35 @@ SPECIMENS = (
         says=r"in the receive of step .* in group operation",
         rank=HalfSwitchedRank,
     ),
+    _specimen(
+        "draft left behind (S)", ("raised",), nobody_is_hurt, says="HalfSwitchedError.*draft", rank=DraftlessRank
+    ),
+    _specimen("algorithm left behind, nobody asks", ("half armed",), nobody_is_hurt, rank=ProposerlessRank),
+    _specimen("pool smaller than the ids (V)", ("context", "raised"), pools_are_full, memory=SmallPoolMemory),
+    _specimen(
+        "packed rows dropped at VERIFIED", ("source untouched",), ranks_fail_behind_the_seam, memory=DroppedRowsMemory
+    ),
+    _specimen(
+        "source released before it is read",
+        ("half a layout",),
+        ranks_fail_behind_the_seam,
+        memory=UnreadSourceMemory,
+    ),
+    _specimen(
+        "back alone from an exchange",
+        ("collective order", *WEDGED),
+        weights_are_found_wrong,
+        memory=LonelyReturnMemory,
+    ),
+    _specimen(
+        "ABANDON leaves the other layout's weights",
+        ("half a layout",),
+        weights_are_found_wrong,
+        memory=UnsettledMemory,
+    ),
+    _specimen(
+        "RESTORED said of an arena that is not", ("half a layout",), weights_are_found_wrong, memory=HalfReturnedMemory
+    ),
     _specimen("empty live set (X)", ("raised",), rank=NonEmptyRank),
     _specimen("refusal raised (Y)", ("generation lost",), nothing_fits, rank=RaisingRank),
     _specimen(
@@ -229,6 +276,12 @@ SPECIMENS = (
         "each rank arms itself (Z3)", ("collective order", *WEDGED), nobody_is_hurt, says=r"gate", rank=ObservingRank
     ),
     _specimen("bound on the chain (Z4)", ("framing", *WEDGED), slow_stages, rank=ImpatientReceiver),
-    _specimen("two streams heard", ("raised",), mover_dies_and_ranks_fail, flips=TwoEaredFlips),
+    _specimen(
+        "two streams heard, ENTER not said again",
+        ("raised",),
+        mover_dies_and_ranks_fail,
+        flips=TwoEaredFlips,
+        coordination=SilentCoordination,
+    ),
     _specimen("message across the groups (Z8)", ("channels empty", "framing"), nobody_is_hurt, rank=EarlyPoster),
 )

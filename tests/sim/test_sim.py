@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from random import Random
 
@@ -9,9 +10,11 @@ import pytest
 
 from services.core.step import LogEntry
 from services.router.sessions import Choice
-from tests.sim.case import draw_case
+from tests.sim.case import MOMENTS, draw_case
 from tests.sim.focuses import nobody_is_hurt
 from tests.sim.group import SHIPPED
+from tests.sim.hunt import found
+from tests.sim.memory import Mode
 from tests.sim.old_ranks import GatedRank, OwingRank
 from tests.sim.rank import RankProcess
 from tests.sim.run import run_seed, run_seeds
@@ -34,15 +37,7 @@ def test_no_schedule_breaks_an_invariant(batch: int) -> None:
 
 @pytest.mark.parametrize("specimen", SPECIMENS, ids=lambda specimen: specimen.name)
 def test_a_fault_put_back_is_found(specimen: Specimen) -> None:
-    for seed in specimen.seeds:
-        _, failure = run_seed(seed, specimen.parts, focus=specimen.focus)
-        if failure is not None:
-            assert failure.violation.invariant in specimen.invariants, failure.text()
-            assert re.search(specimen.says, failure.violation.text), failure.text()
-            _, shipped = run_seed(seed, focus=specimen.focus)
-            assert shipped is None, shipped.text()
-            return
-    pytest.fail(f"not found among seeds {specimen.seeds}")
+    assert found(specimen) is not None, f"not found among seeds {specimen.seeds}"
 
 
 class PayingRank(OwingRank):
@@ -96,7 +91,9 @@ def test_a_failing_case_is_made_small() -> None:
 def test_seeds_reach_what_they_are_to_reach() -> None:
     cases = [draw_case(Random(seed)) for seed in range(NUM_SEEDS)]
     assert {case.num_ranks for case in cases} == {1, 2, 3, 4}
-    assert {fault.kind for case in cases for fault in case.faults} == {"crash", "stop", "unlink"}
+    assert {fault.kind for case in cases for fault in case.faults} == {"crash", "stop", "unlink", "unask"}
+    assert {fault.moment for case in cases for fault in case.faults} == {None, *MOMENTS}
+    assert {(case.mode, case.is_exclusive) for case in cases} >= {*product(set(Mode) - {Mode.SHARED}, (True, False))}
     assert {fault.who for case in cases for fault in case.faults} >= {"mover", "scheduler", "rank-0", "rank-3"}
     assert any(case.odds.withdraw for case in cases) and any(asked.stop for case in cases for asked in case.asked)
     assert any(not case.faults for case in cases)
