@@ -22,7 +22,7 @@ from services.mesh.holds import HoldPoint
 from services.mesh.rpc import unary
 from tests.faults.fault_mesh import FaultMesh, Holdings
 from tests.faults.matrix import ABANDONED, COMMITTED, LOST, NONE, Cell, Expected, expected
-from tests.faults.strike import LOOK_AGAIN_S, holding, strike
+from tests.faults.strike import LOOK_AGAIN_S, holding, strike, until_nothing_is_named
 from tests.mesh.flipping import Bench
 from tools.load import Heard, Load
 from tools.mesh_client import NotRunningError
@@ -117,6 +117,7 @@ async def run_cell(cell: Cell, struck: FaultMesh, bench: Bench, control: Sequenc
             num_resubmitted = (await bench.status("router")).router.num_resubmitted_total - num_resubmitted
             assert bool(num_resubmitted) <= wanted.is_resubmitted, f"{num_resubmitted} requests were submitted again"
         hold_streams(seen, wanted, control, load.heard, num_resubmitted)
+        await until_nothing_is_named(bench)
         await flip_for_sure(bench, (await bench.layout()).other)
         await bench.settled()
         await without_leaks(struck, before)

@@ -25,9 +25,10 @@ DEADLINES = {
     "flip_data_plane_s": 5.0,
     "mover_silence_s": 7.0,
     "scheduler_silence_s": 6.0,
-    "step_s": 20.0,
+    "step_s": 6.5,
 }
-"""Short, and still longer than a busy machine takes to start a mover."""
+"""Short, and still longer than a busy machine takes to start a mover; a scheduler stays stopped longer than a step may
+last."""
 MAX_KILLS = 4
 """Of one service in one mesh: the next start would wait for 4 s."""
 MAX_NEW_DESCRIPTORS = 3

@@ -101,14 +101,28 @@ async def strike(bench: Bench, victim: Victim, fault: Fault, pid: int, release: 
 async def until_named(bench: Bench, victim: Victim) -> float:
     """Until the sentinel says that this rank is stopped; seconds."""
     began_s = time.monotonic()
+    named = (sentinel_service_pb2.VERDICT_KIND_STOPPED, victim.rank)
     with anyio.fail_after(NAMED_WITHIN_S):
+        while named not in await verdicts(bench):
+            pass
+    return time.monotonic() - began_s
+
+
+async def until_nothing_is_named(bench: Bench) -> None:
+    """Until the sentinel finds nothing wrong with any rank; it may have to start first."""
+    with anyio.fail_after(GONE_S):
         while True:
-            stub = SentinelServiceStub(bench.client.channel("sentinel"))
-            answer = await unary(stub.ListVerdicts, sentinel_service_pb2.ListVerdictsRequest(), timeout_s=CALL_S)
-            for verdict in answer.verdicts:
-                if verdict.kind == sentinel_service_pb2.VERDICT_KIND_STOPPED and verdict.rank == victim.rank:
-                    return time.monotonic() - began_s
+            with suppress(MeshError, NotRunningError):
+                if not await verdicts(bench):
+                    return
             await anyio.sleep(LOOK_AGAIN_S)
+
+
+async def verdicts(bench: Bench) -> list[tuple[int, int]]:
+    """What the sentinel says now: kinds and ranks."""
+    stub = SentinelServiceStub(bench.client.channel("sentinel"))
+    answer = await unary(stub.ListVerdicts, sentinel_service_pb2.ListVerdictsRequest(), timeout_s=CALL_S)
+    return [(verdict.kind, verdict.rank) for verdict in answer.verdicts]
 
 
 async def until_reborn(bench: Bench, victim: Victim, pid: int) -> None:

@@ -1,5 +1,6 @@
 """The scheduler's loop over real gRPC: one log to every rank, generations that end and begin, routers' streams."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from services.mesh.log_line import Level
 from services.mesh.settings import DeadlineSettings
 from services.mesh.state_paths import StatePaths
 from services.scheduler import sessions
-from services.scheduler.generation_run import GenerationLostError
+from services.scheduler.generation_run import STOOD_STILL_S, GenerationLostError
 from tests.mesh.toy_group import WAIT_S, ToyGroup, running_group
 from tests.unit.toy_rank import answer, limits_of
 
@@ -157,6 +158,19 @@ async def test_ranks_that_disagree_end_the_generation_by_name(tmp_path: Path, lo
             and "rank 1" in reason
             and "did not execute the same log" in reason
         )
+
+
+async def test_a_pause_of_this_process_is_no_silence_of_its_ranks(tmp_path: Path, log: Log) -> None:
+    deadlines = DeadlineSettings(step_s=0.3)
+    async with running_group(tmp_path, log, deadlines=deadlines) as group:
+        router = await group.joined()
+        group.workers[1].may_answer.clear()
+        await router.submit("a", PROMPT, 5)
+        await group.workers[1].has_plan.wait()
+        time.sleep(deadlines.step_s + 2 * STOOD_STILL_S)  # noqa: ASYNC251 (the whole process stands still)
+        group.workers[1].may_answer.set()
+        await router.ended("a")
+        assert router.output("a") == answer(PROMPT, 5)
 
 
 async def test_a_step_that_nobody_answers_ends_the_generation(tmp_path: Path, log: Log) -> None:

@@ -1,6 +1,7 @@
 """What /health and /ready say: progress counts, output does not; silence counts whatever was said before."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from services.mesh.shell import Shell
 from services.router.admission import Admission
 from services.router.health import SILENT_S, Health, ProcessWatch
 from services.router.scheduler_client import OpenGroup, SchedulerClient
+from services.router.service import LOOK_S
 from tests.unit.router_stand import alphabet, eventually, stand
 from tests.unit.scripted_scheduler import shell_in
 
@@ -113,6 +115,20 @@ async def test_ready_is_of_one_generation_and_not_of_a_draining_router(at: Bench
     at.admission.close("the server drains")
     assert at.health.readiness().reasons == ("the server drains",)
     assert at.health.verdict().is_good
+
+
+async def test_a_pause_of_the_router_is_no_silence_of_the_scheduler(tmp_path: Path) -> None:
+    deadlines = DeadlineSettings(scheduler_silence_s=1.2)
+    async with stand(tmp_path, alphabet, deadlines=deadlines) as at:
+        at.scheduler.gate_at = 2
+        asked = asyncio.ensure_future(at.chat(stream=False))
+        await at.scheduler.until(lambda: len(at.scheduler.requests()) == 1)
+        await eventually(lambda: at.router.watch.silence_s(("scheduler", None)) < 0.5)
+        time.sleep(2 * LOOK_S + deadlines.scheduler_silence_s)  # noqa: ASYNC251 (the whole process stands still)
+        await eventually(lambda: at.router.watch.silence_s(("scheduler", None)) < 0.5)
+        at.scheduler.open_gate()
+        assert (await asked).status_code == 200
+        assert at.router.client.num_resubmitted == 0
 
 
 async def test_a_stopped_scheduler_holds_clients_no_longer_than_the_budget(tmp_path: Path) -> None:
