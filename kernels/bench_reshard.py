@@ -18,7 +18,7 @@ import torch
 
 from kernels.attention import merge_partials
 from kernels.checksum import checksum
-from kernels.reshard import Planes, Runs, pack, pack_and_sum, packed_bytes, scatter, scatter_and_sum
+from kernels.reshard import Planes, Runs, pack, pack_and_sum, packed_bytes, scatter
 from services.core.layout import Span
 
 MEMORY_BYTES = 256 << 20
@@ -104,7 +104,7 @@ def bench_rows(geometry: Geometry, rates: Rates, device: torch.device) -> None:
         num_bytes = packed_bytes(planes, heads, runs)
         staging = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         cells = []
-        for move in (pack, pack_and_sum, scatter, scatter_and_sum):
+        for move in (pack, pack_and_sum, scatter):
             rate = bytes_per_ns(num_bytes, partial(move, planes, heads, runs, staging), device)
             cells.append(f"{rate:8.1f} {rate / rates.copied:5.2f}")
         _say(f"{geometry.label:32}{unit:16}{num_bytes / 1e6:7.1f} MB" + "".join(cells))
@@ -146,7 +146,7 @@ def main() -> None:
     rates = Rates.measured(device)
     _say(f"memory: read at {rates.read:.1f} GB/s, copied at {rates.copied:.1f} GB/s")
     bench_checksum(rates, device)
-    titles = "".join(f"{title:>14}" for title in ("pack", "with sum", "scatter", "with sum"))
+    titles = "".join(f"{title:>14}" for title in ("pack", "with sum", "scatter"))
     _say(f"{'GB/s, and over copying':58}{titles}")
     for geometry in GEOMETRIES:
         bench_rows(geometry, rates, device)

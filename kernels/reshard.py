@@ -127,20 +127,18 @@ def pack(planes: Planes, heads: Span, runs: Runs, staging: Tensor) -> None:
 
 def pack_and_sum(planes: Planes, heads: Span, runs: Runs, staging: Tensor, first_word: int = 0) -> int:
     """`pack`, and `checksum(staging, first_word)` from the same pass where the planes are in host memory."""
-    return _move_and_sum(planes, heads, runs, staging, first_word, packs=True)
+    _check(planes, heads, runs, staging)
+    if first_word < 0:
+        raise ValueError(f"a checksum from word {first_word}: it cannot be negative")
+    if planes.is_host:
+        return _call(planes, heads, runs, staging, packs=True, sums=True, first_word=first_word)
+    move_reference(planes, heads, runs, staging, packs=True)
+    return checksum(staging, first_word)
 
 
 def scatter(planes: Planes, heads: Span, runs: Runs, staging: Tensor) -> None:
     """Copies the rows from `staging` to their places; every other slot and head stays. Raises as `pack`."""
     _move(planes, heads, runs, staging, packs=False)
-
-
-def scatter_and_sum(planes: Planes, heads: Span, runs: Runs, staging: Tensor, first_word: int = 0) -> int:
-    """`scatter`, and the checksum of the bytes as they were read.
-
-    The rows are written by then: where a mismatch must leave the destination as it was, check the staging first.
-    """
-    return _move_and_sum(planes, heads, runs, staging, first_word, packs=False)
 
 
 def _move(planes: Planes, heads: Span, runs: Runs, staging: Tensor, *, packs: bool) -> None:
@@ -149,16 +147,6 @@ def _move(planes: Planes, heads: Span, runs: Runs, staging: Tensor, *, packs: bo
         _call(planes, heads, runs, staging, packs=packs, sums=False, first_word=0)
     else:
         move_reference(planes, heads, runs, staging, packs=packs)
-
-
-def _move_and_sum(planes: Planes, heads: Span, runs: Runs, staging: Tensor, first_word: int, *, packs: bool) -> int:
-    _check(planes, heads, runs, staging)
-    if first_word < 0:
-        raise ValueError(f"a checksum from word {first_word}: it cannot be negative")
-    if planes.is_host:
-        return _call(planes, heads, runs, staging, packs=packs, sums=True, first_word=first_word)
-    move_reference(planes, heads, runs, staging, packs=packs)
-    return checksum(staging, first_word)
 
 
 def _check(planes: Planes, heads: Span, runs: Runs, staging: Tensor) -> None:

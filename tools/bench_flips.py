@@ -1,10 +1,11 @@
 """Measures what a flip's work takes where bytes move, against the floor that the link sets.
 
-`python -m tools.bench_flips [--model PATH] [--ranks 2 3] [--modes dual exchange] [--blocks 256]`. Processes are real,
-the carrier is shared memory, no scheduler is there: the time is that of the slowest rank from the call to its answer.
-The link's rate is measured in the same processes: the same messages, from memory to memory, sent and taken by the same
-partners at once, and nothing done with them. Floor: the bytes that the rank which receives most has to receive, at that
-rate; what a rank keeps and copies from one of its pools to the other is not in it.
+`python -m tools.bench_flips [--model PATH] [--ranks 2 3] [--modes dual exchange image] [--pools resident exclusive]`.
+Processes are real, the carrier is shared memory, no scheduler is there: the time is that of the slowest rank from the
+call to its answer. The link's rate is measured in the same processes: the same messages, from memory to memory, sent
+and taken by the same partners at once, and nothing done with them. Floor: the bytes that the rank which receives most
+has to receive, at that rate; what a rank keeps and copies from one of its pools to the other, or from an image to its
+arena, is not in it.
 """
 
 import argparse
@@ -12,16 +13,21 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from typing import get_args
 
 import torch
 
 from services.core.ids import BlockId, FlipId, LayoutKind
+from services.core.ledger import PoolBacking
 from services.core.step import CommitEntry, FlipEntry
+from services.mesh.flip_staging import MAX_CHUNK_BYTES
 from services.mesh.model_files import resolve_model
 from services.worker.participation import Worked
+from services.worker.private.private_memory import PrivateMode
 from services.worker.private.tournament import Turn, partners, turns
-from services.worker.private.wire import MAX_CHUNK_BYTES, MoveBounds, Wire
+from services.worker.private.wire import MoveBounds, Wire
 from services.worker.runner import Runner, RunnerLimits
 from tools.log_driver import LogDriver
 from tools.rank_processes import GroupSpec, RankCall, RankProcess, rank_processes
@@ -98,14 +104,25 @@ def flips(ranks: Sequence[RankProcess], num_blocks: int, num_flips: int) -> Iter
         yield target, done
 
 
-def measure(model: Path, mode: str, num_ranks: int, num_blocks: int, num_flips: int) -> Iterator[str]:
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is measured."""
+
+    model: Path
+    mode: PrivateMode
+    backing: PoolBacking
+    num_ranks: int
+    num_blocks: int
+    num_flips: int
+
+
+def measure(case: Case) -> Iterator[str]:
     """Yields one line of the table for each direction."""
-    assert mode in ("dual", "exchange"), f"mode {mode} moves nothing"
-    spec = GroupSpec(model, num_ranks, LIMITS, mode="dual" if mode == "dual" else "exchange")
+    spec = GroupSpec(case.model, case.num_ranks, LIMITS, mode=case.mode, backing=case.backing)
     with rank_processes(spec) as ranks:
         rate = link_rate(ranks)
         found: dict[LayoutKind, list[list[WorkTime]]] = {kind: [] for kind in LayoutKind}
-        for target, done in flips(ranks, num_blocks, num_flips + 2):
+        for target, done in flips(ranks, case.num_blocks, case.num_flips + 2):
             found[target].append(done)
     for target, attempts in found.items():
         # The first flip each way touches its pool's pages for the first time.
@@ -113,11 +130,12 @@ def measure(model: Path, mode: str, num_ranks: int, num_blocks: int, num_flips: 
         received = [work.answer.bytes_moved for work in attempts[-1]]
         floor = max(received) / rate * 1e9 / MS
         slowest = max(attempts[-1], key=lambda work: work.work_ns).answer
+        parts = (slowest.read_ns, slowest.seam_ns, slowest.write_ns, slowest.verify_ns)
         yield (
-            f"| {mode} | {num_ranks} | {target.value} | {sum(received) / MIB:.1f} | {max(received) / MIB:.1f} "
-            f"| {rate / 1e9:.2f} | {floor:.1f} | {statistics.median(times):.1f} "
+            f"| {case.mode} | {case.backing.value} | {case.num_ranks} | {target.value} | {sum(received) / MIB:.1f} "
+            f"| {max(received) / MIB:.1f} | {rate / 1e9:.2f} | {floor:.1f} | {statistics.median(times):.1f} "
             f"| {min(times):.1f} to {max(times):.1f} | {statistics.median(times) / floor:.2f} "
-            f"| {slowest.read_ns / MS:.1f}, {slowest.write_ns / MS:.1f}, {slowest.verify_ns / MS:.1f} |"
+            f"| {', '.join(f'{part / MS:.1f}' for part in parts)} |"
         )
 
 
@@ -126,16 +144,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="SmolLM2-135M-Instruct")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
-    parser.add_argument("--modes", nargs="+", default=["dual", "exchange"], choices=["dual", "exchange"])
+    parser.add_argument("--modes", nargs="+", default=get_args(PrivateMode), choices=get_args(PrivateMode))
+    backings = [backing.value for backing in PoolBacking]
+    parser.add_argument("--pools", nargs="+", default=backings, choices=backings)
     parser.add_argument("--blocks", type=int, default=256, help="live blocks, and blocks of the pool")
     parser.add_argument("--flips", type=int, default=20)
     options = parser.parse_args()
-    print("| mode | ranks | to | MiB in all | MiB of one | link GB/s | floor ms | ms | spread | x floor | r, w, v ms |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
-    for mode in options.modes:
-        for num_ranks in options.ranks:
-            for line in measure(resolve_model(options.model), mode, num_ranks, options.blocks, options.flips):
-                print(line, flush=True)
+    print(
+        "| mode | pools | ranks | to | MiB in all | MiB of one | link GB/s | floor ms | ms | spread | x floor "
+        "| read, seam, write, verify ms |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
+    model = resolve_model(options.model)
+    for mode, pools, num_ranks in product(options.modes, options.pools, options.ranks):
+        case = Case(model, mode, PoolBacking(pools), num_ranks, options.blocks, options.flips)
+        for line in measure(case):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,8 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--ranks", type=int, metavar="N")
     modes = [mode.value for mode in MemoryMode]
     parser.add_argument("--mode", choices=modes, help="list the terms of this mode (default: the settings')")
-    parser.add_argument("--pools", choices=[backing.value for backing in PoolBacking], default="resident")
+    backings = [backing.value for backing in PoolBacking]
+    parser.add_argument("--pools", choices=backings, help="both layouts' at once or in turns (default: the settings')")
     parser.add_argument("--kind", choices=MEMORY_KINDS, default="cpu", help="where ranks' memory is")
     parser.add_argument("--memory", type=_sizes, metavar="BYTES", help="per rank, such as 8G, or one each: 8G,24G")
     for flag, meaning in _CEILINGS.items():
@@ -147,7 +148,7 @@ def asked_of(arguments: argparse.Namespace, settings: Settings, others: int = 0)
         group=group,
         context_tokens=arguments.context or asked.context_tokens,
         mode=MemoryMode(arguments.mode) if arguments.mode else default,
-        backing=PoolBacking(arguments.pools),
+        backing=PoolBacking(arguments.pools) if arguments.pools else asked.backing,
         carrier=CarrierKind.NCCL if is_gpu else asked.carrier,
         device=Device.CUDA if is_gpu else Device.CPU,
         kv_element_bytes=arguments.kv_element_bytes,

@@ -19,7 +19,9 @@ import torch
 from kernels.shm_region import RegionShape
 from services.core.ids import LayoutKind, Rank
 from services.core.layout import Layout
+from services.core.ledger import PoolBacking
 from services.core.step import LogEntry
+from services.mesh.flip_staging import MAX_CHUNK_BYTES
 from services.mesh.layouts import both_layouts, cut_within_blocks, shard_units
 from services.mesh.lifeline import tie_to_parent
 from services.mesh.model_files import ModelFiles, open_model
@@ -28,7 +30,7 @@ from services.worker.collectives import Carrier, ShmCarrier
 from services.worker.device import HOST, RankDevice
 from services.worker.execution import Answer
 from services.worker.private.private_memory import PrivateMode, PrivateSpec, private_memory
-from services.worker.private.wire import MAX_CHUNK_BYTES, MoveBounds
+from services.worker.private.wire import MoveBounds
 from services.worker.rank_memory import RankMemory, SharedMemory
 from services.worker.runner import MAX_UNREAD_STEPS, Runner, RunnerLimits
 from services.worker.weights import WeightStore
@@ -59,6 +61,7 @@ class GroupSpec:
     observer: type[Observer] | None = None
     kv_tokens: Sequence[int] | None = None
     mode: Literal["shared"] | PrivateMode = "shared"
+    backing: PoolBacking = PoolBacking.RESIDENT
     place: "Place | None" = None
     """Where ranks are and what carries between them, a function of a module; None: host memory, all of it shared."""
 
@@ -188,7 +191,7 @@ def _memory(
 ) -> RankMemory:
     if spec.mode != "shared":
         bounds = MoveBounds(MAX_CHUNK_BYTES, spec.limits.deadline_s)
-        kept = PrivateSpec(spec.mode, LayoutKind.PP, bounds, device.free_bytes, device=device)
+        kept = PrivateSpec(spec.mode, LayoutKind.PP, bounds, device.free_bytes, device=device, backing=spec.backing)
         return private_memory(files, layouts, carrier, kept)
     cut = cut_within_blocks(files.geometry, files.tensors, layouts.values())
     store = WeightStore(files, fds["weights"], cut)

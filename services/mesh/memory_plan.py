@@ -32,8 +32,6 @@ SERVICE_BYTES = {"router": 64 * MIB, "scheduler": 36 * MIB, "policy": 30 * MIB, 
 """PSS of idle services with SmolLM2-135M, rounded up."""
 SUPERVISOR_BYTES = 10 * MIB
 """PSS of one supervisor; there are as many as services and one for the workers."""
-STAGING_BYTES = 64 * MIB
-"""Per rank, where bytes move between ranks' own memories: bounded, whatever is moved."""
 STAGE_BYTES, BANKS = 256 * 1024, 2
 SLOT_BYTES, SLOT_HEADER_BYTES, MESSAGES_IN_FLIGHT = 64 * 1024, 64, 2
 """The shared region's own sizes (kernels); a test holds the sum to the real region."""
@@ -73,6 +71,7 @@ def asked_by(settings: Settings) -> Asked:
         scheduler=settings.scheduler,
         context_tokens=settings.model.context_tokens,
         mode=MemoryMode(group.mode),
+        backing=PoolBacking(settings.pool.backing),
         carrier=CarrierKind(group.carrier),
         device=Device(group.device),
         kv_tokens=group.token_vector,
@@ -163,7 +162,7 @@ def _machine_demand(asked: Asked, geometry: ModelGeometry, on_host: bool) -> Mac
         backing=asked.backing,
         rank_context_bytes=WORKER_BYTES if on_host else CUDA_CONTEXT_BYTES,
         host_terms=tuple(terms),
-        staging_bytes=0 if asked.mode is MemoryMode.SHARED else STAGING_BYTES,
+        message_bytes=message_bytes,
         cold_image=asked.group.cold_image,
     )
 

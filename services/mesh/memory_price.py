@@ -13,6 +13,7 @@ from services.core.kv_reshard import pooled_heads
 from services.core.layout import Layout, RankShare, ShardUnits, Span
 from services.core.ledger import Ledger, MemoryMode, PoolBacking, PoolCost, RankAccount, Term
 from services.core.tensor_shares import CanonicalTensor, TensorShard, held_shards
+from services.mesh.flip_staging import PAGE_STAGING_BYTES, POOL_PIECE_BYTES, chunk_bytes, row_sizes
 
 FLOAT_BYTES = 4
 ID_BYTES = 4
@@ -63,8 +64,8 @@ class MachineDemand:
     """Bytes of a rank's process (or device context) before it holds a model."""
     host_terms: tuple[Term, ...] = ()
     """Services, supervisors, the data plane's region, what others hold."""
-    staging_bytes: int = 0
-    """Per rank, for bytes in flight: `exchange` and rows that move."""
+    message_bytes: int = 0
+    """Largest message that a step sends between ranks."""
     cold_image: bool = False
     """In `image` mode: whether the image that is not needed next lies on disk, so that one takes memory at a time."""
 
@@ -108,9 +109,22 @@ def _account(
     model: ModelDemand, machine: MachineDemand, rank: Rank, weights: tuple[Term, ...], charged: int
 ) -> RankAccount:
     context = Term("process context", machine.rank_context_bytes, is_addressed=False)
-    staging = (Term("flip staging", machine.staging_bytes),) if machine.staging_bytes else ()
-    terms = (context, *weights, *_workspace(model, rank), *staging)
+    terms = (context, *weights, *_workspace(model, rank), *_staging(model, machine, rank))
     return RankAccount(rank, terms, _pool_costs(model, machine.mode, rank), charged)
+
+
+def _staging(model: ModelDemand, machine: MachineDemand, rank: Rank) -> Iterator[Term]:
+    """What a flip's moves are made by, held all the time, and what is taken at the seam of pools that take turns."""
+    if machine.mode is MemoryMode.SHARED:
+        return
+    sizes = row_sizes(model.layouts, model.units.num_kv_heads, model.head_dim, model.kv_element_bytes)
+    message_bytes = sizes.message_bytes(chunk_bytes(machine.message_bytes))
+    pages = PAGE_STAGING_BYTES if machine.mode is MemoryMode.EXCHANGE else 0
+    if machine.backing is PoolBacking.RESIDENT:
+        yield Term("flip staging", pages + 2 * message_bytes)
+        return
+    yield Term("flip staging", pages + message_bytes + sizes.window_bytes(rank))
+    yield Term("pools at the seam", sizes.edge_bytes(rank, POOL_PIECE_BYTES))
 
 
 def _shared_terms(model: ModelDemand) -> tuple[Term, ...]:

@@ -109,6 +109,7 @@ class PoolSettings:
     num_blocks: int | None = ranged(None, 2, 2**31)
     kv_bytes: int | None = ranged(None, 65_536, 2**50)
     max_total_tokens: int | None = ranged(None, 16, 2**35)
+    backing: Literal["resident", "exclusive"] = "resident"
 
     def contradictions(self) -> Iterator[str]:
         """Yields what in this table cannot hold together."""

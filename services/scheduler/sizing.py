@@ -53,7 +53,8 @@ def size_group(settings: Settings, geometry: ModelGeometry, free_bytes: int, led
             f"model.context_tokens = {context} is above the {geometry.max_context_tokens} tokens that the model was "
             "trained for: lower it, or leave it out"
         )
-    num_blocks, reason = _num_blocks(settings, block_bytes, context, free_bytes, ledger)
+    held_bytes = _held_bytes(settings, geometry, layouts, block_bytes)
+    num_blocks, reason = _num_blocks(settings, block_bytes, held_bytes, context, free_bytes, ledger)
     _check_window(settings, num_blocks, reason)
     limits = BatchLimits(
         num_blocks=num_blocks,
@@ -83,7 +84,12 @@ def free_memory_bytes() -> int:
 
 
 def _num_blocks(
-    settings: Settings, block_bytes: int, context_tokens: int, free_bytes: int, ledger: Ledger | None
+    settings: Settings,
+    block_bytes: int,
+    held_bytes: int,
+    context_tokens: int,
+    free_bytes: int,
+    ledger: Ledger | None,
 ) -> tuple[int, str]:
     pool, budgets = settings.pool, settings.group.budgets
     # More than every resident request at full length could never be used.
@@ -101,9 +107,7 @@ def _num_blocks(
             "not the devices'; set pool.num_blocks, pool.kv_bytes or group.memory_bytes"
         )
     else:
-        # Where ranks own their memory both layouts' pools are resident, and together they hold each block twice.
-        num_pools = 1 if settings.group.mode == "shared" else 2
-        num_blocks = min(num_useful, int(free_bytes * POOL_SHARE) // (num_pools * block_bytes))
+        num_blocks = min(num_useful, int(free_bytes * POOL_SHARE) // held_bytes)
         reason = f"{POOL_SHARE:.0%} of {free_bytes} free bytes"
     if pool.max_total_tokens is not None and num_blocks * BLOCK_SLOTS > pool.max_total_tokens:
         num_blocks, reason = pool.max_total_tokens // BLOCK_SLOTS, "pool.max_total_tokens"
@@ -170,6 +174,26 @@ def _layouts(settings: Settings, geometry: ModelGeometry) -> dict[LayoutKind, La
     )
     group = settings.group
     return both_layouts(units, group.num_ranks, group.pp_layers, group.tp_weights, group.token_vector)
+
+
+def _held_bytes(
+    settings: Settings, geometry: ModelGeometry, layouts: Mapping[LayoutKind, Layout], block_bytes: int
+) -> int:
+    """What a block takes of the host: once in a pool that all map, once a layout in two that are resident, and on each
+    rank in its larger one where the two take turns."""
+    if settings.group.mode == "shared":
+        return block_bytes
+    by_rank = list(zip(*(_rank_bytes(layout, geometry) for layout in layouts.values()), strict=True))
+    return sum(max(costs) if settings.pool.backing == "exclusive" else sum(costs) for costs in by_rank)
+
+
+def _rank_bytes(layout: Layout, geometry: ModelGeometry) -> list[int]:
+    """Of one block on each rank; by tokens, its part of all."""
+    if layout.kv_tokens is not None:
+        whole = kv_block_bytes(geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, FLOAT_BYTES)
+        return [-(-whole * part // sum(layout.kv_tokens)) for part in layout.kv_tokens]
+    shares = layout.shares
+    return [kv_block_bytes(len(own.layers), len(own.kv_heads), geometry.head_dim, FLOAT_BYTES) for own in shares]
 
 
 def _block_bytes(geometry: ModelGeometry, layouts: Mapping[LayoutKind, Layout]) -> int:

@@ -17,11 +17,12 @@ from kernels import _native
 from kernels.shm_region import HEADER, MAGIC, RegionLayout, RegionShape, ShmRegion
 from services.core.ids import LayoutKind, Rank
 from services.core.layout import Layout, LayoutError
-from services.core.ledger import Ledger
+from services.core.ledger import Ledger, PoolBacking
 from services.formats.geometry import ModelGeometry
 from services.formats.gguf import GgufMetadata
 from services.mesh.compatibility import Device
 from services.mesh.errors import ConfigurationError
+from services.mesh.flip_staging import chunk_bytes
 from services.mesh.layouts import both_layouts, cut_within_blocks, shard_units
 from services.mesh.model_files import ModelFiles, open_model
 from services.mesh.settings import Settings
@@ -33,7 +34,7 @@ from services.worker.device import RankDevice, rank_device
 from services.worker.ledger_report import priced
 from services.worker.private.pool_pair import least_message_bytes
 from services.worker.private.private_memory import PrivateSpec, private_memory
-from services.worker.private.wire import MAX_CHUNK_BYTES, MoveBounds
+from services.worker.private.wire import MoveBounds
 from services.worker.rank_memory import RankMemory, SharedMemory
 from services.worker.ring import RingWriter
 from services.worker.runner import MAX_UNREAD_STEPS, Runner, RunnerLimits
@@ -113,11 +114,20 @@ def rank_memory(
     """
     group, geometry = settings.group, files.geometry
     message_bytes = region_shape(settings, geometry).max_message_bytes
-    bounds = MoveBounds(min(MAX_CHUNK_BYTES, message_bytes), settings.deadlines.collective_s)
+    bounds = MoveBounds(chunk_bytes(message_bytes), settings.deadlines.collective_s)
     try:
         if group.mode != "shared":
             cold = StatePaths(settings.state.dir).create_images() if group.cold_image else None
-            spec = PrivateSpec(group.mode, group.layout, bounds, device.free_bytes, cold_directory=cold, device=device)
+            spec = PrivateSpec(
+                group.mode,
+                group.layout,
+                bounds,
+                device.free_bytes,
+                cold_directory=cold,
+                device=device,
+                backing=PoolBacking(settings.pool.backing),
+                margin_bytes=group.free_floor_bytes,
+            )
             return private_memory(files, layouts, carrier, spec), 0
     except (LayoutError, BackingError, ColdImageError) as error:
         raise ConfigurationError(f"[group] does not fit this model or this host: {error}") from error

@@ -22,6 +22,9 @@ PIECE_BYTES = 64 << 20
 """A multiple of what devices map at a time (2 MiB). Each piece costs the driver its calls: 8 GiB on an H200 are backed
 in 154 ms by pieces of 2 MiB, in 20 by 16 and in 6 by 64, and released in 127, 21 and 8; clearing takes 2.5 more."""
 
+LEAST_PIECE_BYTES = 2 << 20
+"""What devices map at a time."""
+
 OUT_OF_MEMORY = 2
 PINNED, ON_DEVICE, READ_WRITE = 1, 1, 3
 """CUmemAllocationType, CUmemLocationType, CUmemAccess_flags."""

@@ -11,9 +11,10 @@ from torch import Tensor
 from services.core.ids import Rank
 from services.mesh.compatibility import Device
 from services.mesh.errors import ConfigurationError
+from services.mesh.flip_staging import POOL_PIECE_BYTES
 from services.mesh.host_memory import HostMemoryReader
 from services.worker.backing import Pages
-from services.worker.cuda_pages import CudaPages
+from services.worker.cuda_pages import LEAST_PIECE_BYTES, CudaPages
 from services.worker.host_pages import HostPages
 from services.worker.private.private_bytes import private_bytes
 
@@ -41,6 +42,12 @@ class RankDevice:
         if not self.is_cuda:
             return HostPages(name, num_bytes)
         return CudaPages(name, num_bytes, self.place.index)
+
+    def fine_pages(self, name: str, num_bytes: int) -> Pages:
+        """The same in the smallest pieces that are worth their calls: for ranges that are cut in many places."""
+        if not self.is_cuda:
+            return HostPages(name, num_bytes, piece_bytes=POOL_PIECE_BYTES)
+        return CudaPages(name, num_bytes, self.place.index, piece_bytes=LEAST_PIECE_BYTES)
 
     def free_bytes(self) -> int:
         """Memory that is left here, now; of a host by its control groups."""

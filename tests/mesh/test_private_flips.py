@@ -16,7 +16,7 @@ from services.mesh.codec.common import layout_to_proto
 from tests.mesh.flipping import ASKS, PP, TP, Bench, bench_of, flip_until_ended, hold_answers
 from tests.mesh.meshes import Mesh, started
 from tests.mesh.test_flips import LONG_TOKENS, long_ask
-from tools.load import Heard
+from tools.load import Heard, Load
 
 log = logging.getLogger(__name__)
 HEAD_BLOCK_BYTES = 2 * 16 * 64 * 4
@@ -84,6 +84,22 @@ async def moved_prefix(bench: Bench, first: int, *, to_pp: bool) -> None:
     reported([record])
 
 
+NUM_FLIPS = 6
+"""While streams run: where weights are copied or exchanged besides, more would only take longer."""
+
+
+async def flip_some(bench: Bench, load: Load) -> list[mover_service_pb2.FlipRecord]:
+    """Flips to and fro while the streams run, both ways; the flips' records."""
+    records = []
+    for _ in range(NUM_FLIPS):
+        assert not load.has_ended
+        answer = await bench.flip((await bench.layout()).other)
+        assert answer.committed, answer.reason
+        records.append(await bench.record(answer.flip_id))
+    reported(records)
+    return records
+
+
 WEIGHTS_BYTES = 30_000_000
 """Less than what a flip between two even layouts of SmolLM2-135M brings to both ranks together."""
 
@@ -111,15 +127,45 @@ async def test_answers_hold_while_weights_come_from_images(tmp_path: Path, contr
     with started(tmp_path, group=group, policy={"mode": "manual"}) as mesh:
         async with bench_of(mesh) as bench:
             async with bench.streaming(ASKS, 16) as load:
-                committed = await flip_until_ended(bench, load)
+                records = await flip_some(bench, load)
             hold_answers(control, load.heard)
-            records = [await bench.record(flip_id) for flip_id in committed]
-            assert {record.target for record in records} == {layout_to_proto(PP), layout_to_proto(TP)}
             for record in records:
                 assert record.bytes_moved == record.num_live_blocks * 15 * 3 * HEAD_BLOCK_BYTES
-            reported(records)
     images = [path.name for path in (tmp_path / "state" / "images").iterdir() if path.suffix == ".image"]
     assert sorted(images) == [f"worker-{rank}-{kind}.image" for rank in (0, 1) for kind in ("pp", "tp")]
+
+
+async def test_answers_hold_while_pools_take_turns(tmp_path: Path, control: list[Heard]) -> None:
+    """Weights change places as well."""
+    group, pool = {"mode": "exchange"}, {"backing": "exclusive", "num_blocks": 128}
+    with started(tmp_path, group=group, pool=pool, policy={"mode": "manual"}) as mesh:
+        async with bench_of(mesh) as bench:
+            async with bench.streaming(ASKS, 16) as load:
+                records = await flip_some(bench, load)
+            hold_answers(control, load.heard)
+            assert all(work.seam_ns > 0 for record in records for work in record.ranks)
+            assert all(record.bytes_moved > WEIGHTS_BYTES for record in records)
+            await bench.settled()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_a_rank_killed_between_flips_takes_rows_with_it_that_no_other_has(
+    tmp_path: Path, control: list[Heard]
+) -> None:
+    group, pool = {"mode": "image"}, {"backing": "exclusive", "num_blocks": 128}
+    with started(tmp_path, group=group, pool=pool, policy={"mode": "manual"}) as mesh:
+        async with bench_of(mesh) as bench:
+            async with bench.streaming(ASKS, 16) as load:
+                assert (await bench.flip(PP)).committed
+                pid = await bench.pid("worker", Rank(1))
+                os.kill(pid, signal.SIGKILL)
+                await bench.until_reborn("worker", pid, Rank(1))
+            hold_answers(control, load.heard)
+            await asyncio.to_thread(mesh.wait_ready)
+            async with bench.streaming(ASKS, 16) as load:
+                await flip_some(bench, load)
+            hold_answers(control, load.heard)
 
 
 @pytest.mark.slow

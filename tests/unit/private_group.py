@@ -13,6 +13,7 @@ from services.core.step import AbandonEntry, CommitEntry, FlipEntry
 from services.worker.participation import FlipAnswer, Parked, Worked, WorkLost
 from services.worker.private.dual_memory import DualMemory
 from services.worker.private.exchange_memory import ExchangeMemory
+from services.worker.private.exclusive_rows import ExclusiveRows
 from services.worker.private.image_memory import ImageMemory
 from services.worker.private.layout_pool import LayoutPool
 from services.worker.private.pool_pair import PoolPair
@@ -33,10 +34,12 @@ def runs(*pairs: tuple[int, int]) -> BlockRuns:
     return tuple((BlockId(begin), length) for begin, length in pairs)
 
 
-def rows_of(group: Group, rank: int) -> PoolPair:
+def rows_of(group: Group, rank: int) -> PoolPair | ExclusiveRows:
     memory = group.ranks[rank].runner._memory
     assert isinstance(memory, DualMemory | ExchangeMemory | ImageMemory)
-    return memory._rows
+    rows = memory._rows
+    assert isinstance(rows, PoolPair | ExclusiveRows)
+    return rows
 
 
 def pools_of(group: Group, kind: LayoutKind) -> list[LayoutPool]:

@@ -106,7 +106,8 @@ def test_exclusive_pools_hold_twice_as_much(model: Path, capsys: pytest.CaptureF
     sizes = ("--memory", "1G", "--mode", "exchange")
     resident = answer(model, capsys, *sizes)["modes"]["exchange"]["kv_tokens"]
     exclusive = answer(model, capsys, *sizes, "--pools", "exclusive")["modes"]["exchange"]["kv_tokens"]
-    assert exclusive / resident == pytest.approx(2.0, rel=1e-3)
+    # Twice, less what a window of rows takes beside the pools.
+    assert 1.9 < exclusive / resident < 2.0
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from services.core.tensor_shares import canonical_tensor
 from services.formats.geometry import ModelGeometry
 from services.formats.ggml_types import GgmlType
 from services.formats.tensor_places import TensorPlace, expected_tensors
+from services.mesh.flip_staging import PAGE_STAGING_BYTES
 from services.mesh.memory_plan import Asked, Model, deployed_layouts, plan_memory, price_line, region_bytes
 from services.mesh.memory_price import MachineDemand, ModelDemand, make_ledger
 from services.mesh.settings import GroupSettings, SchedulerSettings
@@ -79,12 +80,15 @@ def test_shared_pages_are_counted_once_for_the_host_and_charged_in_parts() -> No
 
 
 def test_private_modes_hold_what_their_layouts_do() -> None:
-    exchange = ledger(MemoryMode.EXCHANGE, staging_bytes=500)
+    exchange = ledger(MemoryMode.EXCHANGE, message_bytes=5000)
     assert [term(exchange, rank, "arena") for rank in (0, 1)] == [max(PP[rank], TP[rank]) for rank in (0, 1)]
-    assert term(exchange, 0, "staging") == 500
+    assert term(exchange, 0, "staging") == PAGE_STAGING_BYTES + 2 * 5000
     image = ledger(MemoryMode.IMAGE)
     assert [term(image, 0, "image of pp"), term(image, 0, "image of tp")] == [PP[0], TP[0]]
-    assert image.ranks[0].fixed_bytes - ledger(MemoryMode.EXCHANGE).ranks[0].fixed_bytes == PP[0] + TP[0]
+    assert (
+        image.ranks[0].fixed_bytes - ledger(MemoryMode.EXCHANGE).ranks[0].fixed_bytes
+        == PP[0] + TP[0] - PAGE_STAGING_BYTES
+    )
     cold = ledger(MemoryMode.IMAGE, cold_image=True)
     assert image.ranks[0].fixed_bytes - cold.ranks[0].fixed_bytes == min(PP[0], TP[0])
 
@@ -138,7 +142,9 @@ def test_p6_5_p6_6_the_poorest_rank_binds_and_is_named() -> None:
         "budget of rank 1" in capacity.remedy and "tp_weights" in capacity.remedy and "exclusively" in capacity.remedy
     )
     # With turns taken, twice as much: each layout's half is alone.
-    assert ledger(MemoryMode.EXCHANGE, PoolBacking.EXCLUSIVE).capacity(room).num_blocks == 20
+    turns = ledger(MemoryMode.EXCHANGE, PoolBacking.EXCLUSIVE)
+    beside = [turns.ranks[rank].fixed_bytes - found.ranks[rank].fixed_bytes for rank in (0, 1)]
+    assert turns.capacity([room[rank] + beside[rank] for rank in (0, 1)]).num_blocks == 20
     assert found.capacity([room[0], found.ranks[1].fixed_bytes - 5]).left_bytes == -5
 
 

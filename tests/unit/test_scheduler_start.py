@@ -1,8 +1,9 @@
 """What the scheduler begins with: sizes from the settings and the model, generations that only grow."""
 
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -71,6 +72,22 @@ def test_a_pool_on_devices_is_not_sized_by_the_hosts_memory() -> None:
         size_group(settings_of(group=group), GEOMETRY, 80 * BLOCK_BYTES)
     sized = size_group(settings_of(group=group, pool=PoolSettings(num_blocks=600)), GEOMETRY, 0)
     assert sized.limits.num_blocks == 600
+
+
+@pytest.mark.parametrize(
+    ("group", "held"),
+    [
+        # Of 30 layers of 3 heads each rank has 10 layers or a head; 15 layers, or 2 heads and 1, or all heads and none.
+        ({"num_ranks": 3}, Fraction(1)),
+        ({}, Fraction(60 + 45, 90)),
+        ({"tp_weights": (9.0, 1.0)}, Fraction(90 + 45, 90)),
+        ({"tp_weights": (9.0, 1.0), "kv_sharding": "tokens", "kv_tokens": (1, 3)}, Fraction(45 * 2 + 135, 180)),
+    ],
+)
+def test_pools_in_turns_count_as_the_larger_one_of_each_rank(group: dict[str, Any], held: Fraction) -> None:
+    asked = settings_of(group=GroupSettings(mode="exchange", **group), pool=PoolSettings(backing="exclusive"))
+    free_bytes = 80 * BLOCK_BYTES
+    assert size_group(asked, GEOMETRY, free_bytes).limits.num_blocks == int(free_bytes / 4 / BLOCK_BYTES / held)
 
 
 def test_a_pool_that_holds_nothing_is_refused() -> None:

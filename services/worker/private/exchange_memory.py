@@ -46,7 +46,7 @@ class ExchangeMemory:
 
     def open_pools(self, num_blocks: int, kind: LayoutKind) -> Mapping[LayoutKind, Pool]:
         """See RankMemory."""
-        self.settle(kind)
+        self._settle_weights(kind)
         return self._rows.open(num_blocks, kind)
 
     def plan(self, flip: FlipEntry) -> FlipPlan:
@@ -59,7 +59,11 @@ class ExchangeMemory:
         exchange = self._plan.exchanges[flip.target]
         moved, failure = self._moved_rows(flip)
         with self._wire.guarded():
-            self._wire.agree(failure, exchange.hash)
+            try:
+                self._wire.agree(failure, exchange.hash)
+            except RestorableError:
+                self._rows.settle(flip.target.other)
+                raise
             self._weights.held = None
             exchanged = self._pages.exchange(exchange.phases)
         began_ns = time.perf_counter_ns()
@@ -93,7 +97,11 @@ class ExchangeMemory:
         self.settle(kind)
 
     def settle(self, kind: LayoutKind) -> None:
-        """See RankMemory: takes from the files what is not there."""
+        """See RankMemory: takes weights from the files where they are not there."""
+        self._settle_weights(kind)
+        self._rows.settle(kind)
+
+    def _settle_weights(self, kind: LayoutKind) -> None:
         if self._weights.held is kind:
             return
         wrong = self._weights.refill(kind)
@@ -112,6 +120,7 @@ class ExchangeMemory:
 def _sum(rows: Moved, pages: Exchanged, verify_ns: int) -> Moved:
     return Moved(
         read_ns=rows.read_ns + pages.read_ns,
+        seam_ns=rows.seam_ns,
         write_ns=rows.write_ns + pages.write_ns,
         verify_ns=rows.verify_ns + verify_ns,
         bytes_moved=rows.bytes_moved + pages.bytes_received,

@@ -13,14 +13,13 @@ from services.core.ids import LayoutKind
 from services.core.layout import Layout
 from services.core.tensor_shares import CanonicalTensor, held_shards
 from services.mesh.compatibility import Device, expanded_by
+from services.mesh.flip_staging import PAGE_STAGING_BYTES
 from services.mesh.layouts import cut_within_blocks, shard_units
 from services.mesh.model_files import ModelFiles
 from services.worker.private.pieces import canonical_tensors, matrices
 
 PAGE_BYTES = 16 * 1024
 """Pieces are padded to it: 1.5% of a model of 90 MB, and a plan of a few thousand pages takes 0.2 s."""
-STAGING_BYTES = 4 << 20
-"""Of each rank, beside its arena."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ def exchange_plan(
     tensors = matrices(canonical_tensors(files.tensors, expanded, is_tied=files.geometry.tied_embeddings))
     pp, tp = (held_shards(layouts[kind], units, tensors) for kind in (LayoutKind.PP, LayoutKind.TP))
     arenas = place_pieces(tensors, pp, tp, page_bytes)
-    staging_pages = max(1, STAGING_BYTES // page_bytes)
+    staging_pages = max(1, PAGE_STAGING_BYTES // page_bytes)
     to_tp, to_pp = exchange_plans(arenas, staging_pages)
     by_name = {tensor.name: tensor for tensor in tensors}
     exchanges = {LayoutKind.TP: to_tp, LayoutKind.PP: to_pp}

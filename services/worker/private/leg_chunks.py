@@ -33,14 +33,14 @@ def leg_chunks(leg: Leg, head_block_bytes: int, max_bytes: int) -> Iterator[LegC
         return
     num_blocks = max(1, min(leg.num_blocks, max_bytes // unit_bytes))
     num_layers = max(1, max_bytes // (num_blocks * unit_bytes))
-    parts = [(runs, sum(length for _, length in runs)) for runs in _split(leg.runs, num_blocks)]
+    parts = [(runs, sum(length for _, length in runs)) for runs in split_runs(leg.runs, num_blocks)]
     for begin in range(leg.layers.begin, leg.layers.end, num_layers):
         layers = Span(begin, min(begin + num_layers, leg.layers.end))
         for runs, count in parts:
             yield LegChunk(layers, leg.heads, runs, count * len(layers) * unit_bytes)
 
 
-def _split(runs: BlockRuns, max_blocks: int) -> Iterator[BlockRuns]:
+def split_runs(runs: BlockRuns, max_blocks: int) -> Iterator[BlockRuns]:
     """Yields the same blocks in parts of `max_blocks`, the last one shorter."""
     part: list[tuple[BlockId, int]] = []
     room = max_blocks

@@ -7,6 +7,8 @@ from typing import Literal
 
 from services.core.ids import LayoutKind
 from services.core.layout import Layout
+from services.core.ledger import PoolBacking
+from services.mesh.flip_staging import WINDOW_BYTES
 from services.mesh.model_files import ModelFiles
 from services.worker.backing import Backing, FreeBytes
 from services.worker.collectives import Carrier
@@ -14,8 +16,10 @@ from services.worker.device import HOST, RankDevice
 from services.worker.private.dual_memory import DualMemory, owned_weights
 from services.worker.private.exchange_memory import ExchangeMemory, exchange_memory
 from services.worker.private.exchange_plan import PAGE_BYTES
+from services.worker.private.exclusive_rows import ExclusiveRows
 from services.worker.private.image_memory import ImageMemory, image_memory
 from services.worker.private.pool_pair import PoolPair
+from services.worker.private.row_pools import RowPools
 from services.worker.private.wire import MoveBounds, Wire
 
 PrivateMode = Literal["dual", "exchange", "image"]
@@ -37,10 +41,33 @@ class PrivateSpec:
     cold_directory: Path | None = None
     """Where the image that is not needed next may lie; None: it stays in memory."""
     device: RankDevice = HOST
+    backing: PoolBacking = PoolBacking.RESIDENT
+    margin_bytes: int = 0
+    """Free memory that a flip between pools that share one leaves."""
+    window_bytes: int = WINDOW_BYTES
+    """Of rows that are on their way at a time there."""
 
     def make_backing(self, name: str, num_bytes: int) -> Backing:
         """A range of this rank's memory."""
         return Backing(name, self.device.pages(name, num_bytes), self.free_bytes, margin_bytes=0)
+
+    def make_pool_backing(self, name: str, num_bytes: int) -> Backing:
+        """A range for a pool that takes turns: small pieces, since each plane has a border between two of them."""
+        return Backing(name, self.device.fine_pages(name, num_bytes), self.free_bytes, margin_bytes=0)
+
+    def row_pools(self, files: ModelFiles, layouts: Mapping[LayoutKind, Layout], wire: Wire) -> RowPools:
+        """Both layouts' pools, both resident or in turns."""
+        if self.backing is PoolBacking.RESIDENT:
+            return PoolPair(files.geometry, layouts, wire, self.device)
+        return ExclusiveRows(
+            files.geometry,
+            layouts,
+            wire,
+            self.make_pool_backing,
+            self.margin_bytes,
+            self.window_bytes,
+            is_host=not self.device.is_cuda,
+        )
 
 
 def private_memory(
@@ -54,7 +81,7 @@ def private_memory(
         ColdImageError: the directory for cold images cannot be used.
     """
     wire = Wire(carrier, spec.bounds)
-    rows = PoolPair(files.geometry, layouts, wire, spec.device)
+    rows = spec.row_pools(files, layouts, wire)
     match spec.mode:
         case "dual":
             return DualMemory(owned_weights(files, wire.rank, layouts, spec.device), rows)

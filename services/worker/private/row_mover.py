@@ -18,7 +18,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from kernels.checksum import WORD_BYTES, join_checksums
-from kernels.reshard import pack_and_sum, scatter_and_sum
+from kernels.reshard import pack_and_sum, scatter
 from services.core.ids import BLOCK_SLOTS, Rank
 from services.core.kv_reshard import Leg, RowPlan
 from services.worker.device import HOST, RankDevice
@@ -143,9 +143,12 @@ class RowMover:
         ends.num_sent[peer] += 1
 
     def _scatter(self, part: RowPart, staging: Tensor, peer: Rank, ends: _Ends) -> None:
+        """What is added up is what lies in the pool then, so that the scattering is checked with the sending."""
         with ends.timed("write"):
+            scatter(part.planes, part.heads, part.runs, staging)
+        with ends.timed("verify"):
             first_word = self._place(ends.num_received[peer])
-            partial = scatter_and_sum(part.planes, part.heads, part.runs, staging, first_word)
+            partial = pack_and_sum(part.planes, part.heads, part.runs, staging, first_word)
         ends.received_sum[peer] = join_checksums((ends.received_sum[peer], partial))
         ends.num_received[peer] += 1
 

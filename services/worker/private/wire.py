@@ -16,8 +16,6 @@ from services.core.ids import Rank
 from services.worker.collectives import Carrier
 from services.worker.rank_memory import DataPlaneLostError, RestorableError
 
-MAX_CHUNK_BYTES = 1024 << 10
-"""Of one message: large against a message's cost, small against the caches it goes through."""
 _SIGN, _WRAP = 1 << 63, 1 << 64
 
 
