@@ -91,7 +91,7 @@ CONFLICTS = (
     ),
     Conflict(
         "all ranks map one pool there, so that a cut by tokens would free no memory and cost two exchanges a layer",
-        'leave kv_sharding at "heads", or set mode = "exchange" or "dual"',
+        'leave kv_sharding at "heads", or set mode = "exchange", "dual" or "image"',
         mode=MemoryMode.SHARED,
         kv_sharding=KvSharding.TOKENS,
     ),

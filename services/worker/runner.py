@@ -26,14 +26,15 @@ from services.worker.batch import Batch, make_batch
 from services.worker.collectives import Carrier
 from services.worker.device import HOST, RankDevice
 from services.worker.holders import Held, LayoutHolder, switch_all
+from services.worker.id_space import check_id_space
 from services.worker.kv_cache import Pool
 from services.worker.model.stage import Stage, StageSpec, build_stage
-from services.worker.model.token_attention import TokenPeers
 from services.worker.participation import FlipAnswer, Parked, Resumed, Switched, Worked, WorkLost
 from services.worker.rank_memory import RankMemory, work_on
 from services.worker.resident import Int32s, Int64s, ResidentLimits, ResidentTable, Rows
 from services.worker.ring import RingWriter
 from services.worker.sampler import Sampled, Sampler
+from services.worker.token_peers import token_peers
 from services.worker.wait_clock import WaitClock
 
 DIGEST_BYTES = 8
@@ -166,27 +167,11 @@ class Runner:
             max_batch_tokens=self._limits.max_batch_tokens,
             max_context_tokens=self._geometry.max_context_tokens,
             place=self._device.place,
-            token_peers=TokenPeers(self._rank, layout.shares, self._gather, self._all_to_all) if by_tokens else None,
+            token_peers=token_peers(layout, self._carrier, self._clock, self._limits.deadline_s) if by_tokens else None,
         )
 
     def _all_reduce(self, partial: Tensor, purpose: Purpose) -> None:
         self._clock.timed(self._carrier.all_reduce, partial, deadline_s=self._limits.deadline_s, purpose=purpose)
-
-    def _gather(self, part: Tensor, widths: list[int]) -> Tensor:
-        everyone = self._clock.timed(
-            self._carrier.all_gather_columns,
-            part,
-            widths,
-            to_rank=None,
-            deadline_s=self._limits.deadline_s,
-            purpose=Purpose.ATTENTION_INPUT,
-        )
-        assert everyone is not None, "every rank takes it"
-        return everyone
-
-    def _all_to_all(self, source: Tensor, sizes: list[int], out: Tensor) -> None:
-        deadline_s, purpose = self._limits.deadline_s, Purpose.ATTENTION_PARTS
-        self._clock.timed(self._carrier.all_to_all, source, sizes, out, deadline_s=deadline_s, purpose=purpose)
 
     @property
     def pool(self) -> Pool | None:
@@ -294,6 +279,7 @@ class Runner:
             )
         )
         pools = self._memory.open_pools(reset.num_blocks, reset.layout)
+        check_id_space(reset.num_blocks, self._layouts, pools, self._carrier, limits.deadline_s)
         assert self.follower.epoch is not None
         self._active = ActiveLayout(self._layouts, self._stages, pools, (reset.layout, self.follower.epoch))
         assert self.follower.sequence is not None

@@ -109,3 +109,19 @@ def check_rows(pool: LayoutPool, cache: Tensor, live: BlockRuns) -> None:
             assert len(plane) == len(blocks)
             assert torch.equal(plane[is_live].view(torch.int32), own[layer, side, is_live].view(torch.int32))
             assert plane[~is_live].isnan().all()
+
+
+def there_and_back(group: Group, cache: Tensor, live: BlockRuns) -> None:
+    """Opens a log with a filled PP cache and flips three times: each time all live rows have their bits."""
+    num_blocks = cache.shape[2]
+    group.log.reset(LayoutKind.PP, num_blocks, 8, 256)
+    for pool in pools_of(group, LayoutKind.PP):
+        fill(pool, cache)
+    for target in (LayoutKind.TP, LayoutKind.PP, LayoutKind.TP):
+        for pool in pools_of(group, target):
+            poison(pool)
+        flipped = flip(group, target, live)
+        assert all(isinstance(answer, Worked) for answer in flipped.answers), flipped.answers
+        assert len({parked.plan_hash for parked in flipped.parked}) == 1
+        for pool in pools_of(group, target):
+            check_rows(pool, cache, live)

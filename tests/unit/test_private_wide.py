@@ -8,9 +8,8 @@ import pytest
 from services.core.ids import LayoutKind
 from services.core.kv_reshard import BlockRuns
 from services.mesh.model_files import ModelFiles, open_model
-from services.worker.participation import Worked
 from services.worker.private.private_memory import PrivateMode
-from tests.unit.private_group import check_rows, fill, flip, poison, pools_of, runs, whole_cache
+from tests.unit.private_group import runs, there_and_back, whole_cache
 from tests.unit.rank_threads import group_of
 from tests.unit.test_private_flips import check_weights
 from tests.unit.tiny_llama import TinyLlama, TinyShape, write_gguf
@@ -44,13 +43,41 @@ def test_uneven_shares_keep_every_bit(
     pp_layers, tp_weights = shares
     cache = whole_cache(SHAPE.num_layers, NUM_BLOCKS, SHAPE.num_kv_heads, SHAPE.head_dim)
     with group_of(wide[0], len(pp_layers), pp_layers=pp_layers, tp_weights=tp_weights, mode=mode) as group:
-        group.log.reset(LayoutKind.PP, NUM_BLOCKS, 8, 256)
-        for pool in pools_of(group, LayoutKind.PP):
-            fill(pool, cache)
-        for target in (LayoutKind.TP, LayoutKind.PP, LayoutKind.TP):
-            for pool in pools_of(group, target):
-                poison(pool)
-            assert all(isinstance(answer, Worked) for answer in flip(group, target, live).answers)
-            for pool in pools_of(group, target):
-                check_rows(pool, cache, live)
-            check_weights(group, target, wide)
+        there_and_back(group, cache, live)
+        check_weights(group, LayoutKind.TP, wide)
+
+
+BY_TOKENS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]] = {
+    "2,1": ((3, 5), (2, 1), (1.0, 2.0)),
+    "30,17,17": ((2, 3, 3), (30, 17, 17), (17.0, 30.0, 17.0)),
+    "1,1,1,5": ((1, 1, 1, 5), (1, 1, 1, 5), (5.0, 1.0, 1.0, 1.0)),
+}
+"""Layers, rows and weights of each rank: no two of them alike."""
+MANY_BLOCKS = 150
+"""More than twice the longest period."""
+ROWS = {
+    "nothing": runs(),
+    "one": runs((133, 1)),
+    "scattered": runs((1, 1), (4, 3), (29, 70), (149, 1)),
+    "all": runs((0, MANY_BLOCKS)),
+}
+FEW = ("nothing", "one")
+"""What the tiny model's tests have as well."""
+
+
+@pytest.mark.parametrize("mode", ["dual", pytest.param("exchange", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "live", [pytest.param(live, id=name, marks=[pytest.mark.slow] * (name in FEW)) for name, live in ROWS.items()]
+)
+@pytest.mark.parametrize("shares", BY_TOKENS.values(), ids=BY_TOKENS)
+def test_rows_cut_by_tokens_keep_every_bit(
+    wide: tuple[ModelFiles, TinyLlama],
+    shares: tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]],
+    live: BlockRuns,
+    mode: PrivateMode,
+) -> None:
+    pp_layers, kv_tokens, tp_weights = shares
+    cut = {"pp_layers": pp_layers, "tp_weights": tp_weights, "kv_tokens": kv_tokens}
+    cache = whole_cache(SHAPE.num_layers, MANY_BLOCKS, SHAPE.num_kv_heads, SHAPE.head_dim)
+    with group_of(wide[0], len(pp_layers), **cut, mode=mode) as group:
+        there_and_back(group, cache, live)
