@@ -61,9 +61,9 @@ class GroupSpec:
     observer: type[Observer] | None = None
     kv_tokens: Sequence[int] | None = None
     mode: Literal["shared"] | PrivateMode = "shared"
-    backing: PoolBacking = PoolBacking.RESIDENT
     place: "Place | None" = None
     """Where ranks are and what carries between them, a function of a module; None: host memory, all of it shared."""
+    backing: PoolBacking = PoolBacking.RESIDENT
 
 
 Place = Callable[[GroupSpec, Rank, Mapping[str, int]], tuple[Carrier, RankDevice]]

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from services.core.ids import BlockId, FlipId, LayoutKind
+from services.core.ledger import PoolBacking
 from services.core.step import AbandonEntry, CommitEntry, FlipEntry
 from services.worker.participation import Worked, WorkLost
 from services.worker.private.private_memory import PrivateMode
@@ -51,6 +52,7 @@ class Case:
     pp_layers: tuple[int, int] | None = None
     tp_weights: tuple[float, float] | None = None
     kv_tokens: tuple[int, int] | None = None
+    backing: PoolBacking = PoolBacking.RESIDENT
 
 
 CASES = (
@@ -60,6 +62,7 @@ CASES = (
     Case("exchange", "uneven", (2, 1), (1.0, 2.0)),
     Case("exchange", "by tokens 1:2", kv_tokens=(1, 2)),
     Case("image", "uneven", (1, 2), (2.0, 1.0)),
+    Case("exchange", "pools in turns", (1, 2), (2.0, 1.0), backing=PoolBacking.EXCLUSIVE),
 )
 """`pp_layers` in thirds of the model's layers, the rest to the second rank."""
 
@@ -93,7 +96,7 @@ def spec_of(model: Path, shape: TinyShape, case: Case, place: Any) -> GroupSpec:
         first = max(1, shape.num_layers * case.pp_layers[0] // 3)
         pp_layers = (first, shape.num_layers - first)
     observer, tokens = rank_calls.LogitsLog, case.kv_tokens
-    return GroupSpec(model, 2, limits, pp_layers, case.tp_weights, observer, tokens, case.mode, place)
+    return GroupSpec(model, 2, limits, pp_layers, case.tp_weights, observer, tokens, case.mode, place, case.backing)
 
 
 def logits_seen(ranks: Sequence[RankProcess]) -> list[Any]:

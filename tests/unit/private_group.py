@@ -125,3 +125,13 @@ def there_and_back(group: Group, cache: Tensor, live: BlockRuns) -> None:
         assert len({parked.plan_hash for parked in flipped.parked}) == 1
         for pool in pools_of(group, target):
             check_rows(pool, cache, live)
+
+
+def check_live(pool: LayoutPool, cache: Tensor, live: BlockRuns) -> None:
+    """Live blocks hold the cache's bits."""
+    blocks, moved = own_blocks(pool), set(live_blocks(live))
+    own = cache[:, :, blocks, pool.kv_heads.begin : pool.kv_heads.end]
+    is_live = torch.tensor([block in moved for block in blocks], dtype=torch.bool)
+    for side, planes in enumerate((pool.keys, pool.values)):
+        for layer, plane in planes.items():
+            assert torch.equal(plane[is_live].view(torch.int32), own[layer, side, is_live].view(torch.int32))

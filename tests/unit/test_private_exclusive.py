@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kernels.reshard import Planes, Runs
 from services.core.ids import FlipId, LayoutKind
-from services.core.kv_reshard import BlockRuns
 from services.core.layout import Span
 from services.core.ledger import MemoryMode, PoolBacking
 from services.core.step import AbandonEntry, FlipEntry
@@ -26,11 +25,10 @@ from services.worker.private import seam_mover
 from services.worker.private.exchange_plan import PAGE_BYTES
 from services.worker.private.exclusive_rows import ExclusiveRows
 from services.worker.private.image_memory import ImageMemory
-from services.worker.private.layout_pool import LayoutPool
 from services.worker.private.private_memory import PrivateMode
 from services.worker.private.wire import MoveBounds
 from tests.unit.memory_stand import shared_memory_bytes
-from tests.unit.private_group import fill, flip, live_blocks, own_blocks, pools_of, rows_of, runs, whole_cache
+from tests.unit.private_group import check_live, fill, flip, pools_of, rows_of, runs, whole_cache
 from tests.unit.rank_threads import DEADLINE_S, LIMITS, Group, group_of
 from tests.unit.test_private_flips import CUTS, LIVE, NUM_BLOCKS, SHAPE, FaultyWire, check_weights, owned
 from tests.unit.test_runner import PROMPT, check_greedy
@@ -62,16 +60,6 @@ def memory_of(group: Group, rank: int) -> ExclusivePools:
     memory = exclusive_rows(group, rank)._memory
     assert memory is not None
     return memory
-
-
-def check_live(pool: LayoutPool, cache: Tensor, live: BlockRuns) -> None:
-    """Live blocks hold the cache's bits."""
-    blocks, moved = own_blocks(pool), set(live_blocks(live))
-    own = cache[:, :, blocks, pool.kv_heads.begin : pool.kv_heads.end]
-    is_live = torch.tensor([block in moved for block in blocks], dtype=torch.bool)
-    for side, planes in enumerate((pool.keys, pool.values)):
-        for layer, plane in planes.items():
-            assert torch.equal(plane[is_live].view(torch.int32), own[layer, side, is_live].view(torch.int32))
 
 
 def check_memory(group: Group, kind: LayoutKind) -> None:
