@@ -23,7 +23,7 @@ DEADLINES = {
     "park_s": 5.0,
     "presence_s": 5.0,
     "flip_data_plane_s": 5.0,
-    "mover_silence_s": 7.0,
+    "mover_silence_s": 10.0,
     "scheduler_silence_s": 6.0,
     "step_s": 6.5,
 }

@@ -198,9 +198,9 @@ def _without_generation(cell: Cell, stage: Stage | None) -> Expected:
     elif is_rank and stage in (Stage.UNASKED, Stage.BEFORE_ENTER):
         # The mover misses the rank, or its peers do; whichever is first.
         flips = {ABANDONED, LOST}
-    elif is_rank and cell.fault is Fault.STOP and cell.point in _ALL_VERIFIED:
-        # COMMIT is written, and the first step after it finds the stopped rank.
-        flips = {COMMITTED}
+    elif is_rank and cell.point in _ALL_VERIFIED:
+        # COMMIT may be written before the rank is missed; the first step after it, at the latest, does.
+        flips = {COMMITTED, LOST}
     else:
         flips = {LOST}
     return Expected(frozenset(flips), is_lost=True, is_resubmitted=True, reason=f"rank {cell.victim.rank}")
