@@ -35,6 +35,8 @@ from services.worker.rank_memory import RankMemory, SharedMemory
 from services.worker.runner import MAX_UNREAD_STEPS, Runner, RunnerLimits
 from services.worker.weights import WeightStore
 
+ANSWER_S = 120.0
+"""How long one entry, one call or a rank's start may take: above every deadline of a wait for peers."""
 END_S = 10.0
 """How long a rank may take to leave once its pipe is closed."""
 
@@ -89,7 +91,9 @@ class RankProcess:
         self._pipe.send(entry)
 
     def answer(self) -> Answer | None:
-        """Waits for the oldest entry's answer; raises what the rank raised."""
+        """Waits for the oldest entry's answer; raises what the rank raised, or TimeoutError."""
+        if not self._pipe.poll(ANSWER_S):
+            raise TimeoutError(f"process {self.process.pid} has not answered within {ANSWER_S:g} s")
         answer = self._pipe.recv()
         if isinstance(answer, BaseException):
             raise answer

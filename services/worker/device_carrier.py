@@ -31,6 +31,7 @@ from torch.distributed import (
     ReduceOp,
 )
 
+from kernels.collectives import Operation, Purpose
 from services.worker.collectives import DEFAULT_DEADLINE_S
 from services.worker.gloo_carrier import WATCH_S, Call, GlooAddress, GlooBounds, GlooCarrier, Posted
 from services.worker.lane import Lane
@@ -46,6 +47,10 @@ if TYPE_CHECKING:
 Backend = Literal["nccl", "gloo"]
 ASK_TAG: Final = 6
 MESSAGE_TAG: Final = 7
+MEET_S: Final = 60.0
+"""For all communicators together, which take some seconds."""
+RELEASE_S: Final = 5.0
+"""How long giving the communicators back may take."""
 SENDER, TAKER = 0, 1
 """Ranks in the group of one direction of a pair."""
 NCCL_SETTINGS: Final = MappingProxyType(
@@ -92,10 +97,11 @@ class DeviceCarrier(GlooCarrier):
         place: torch.device,
         backend: Backend,
     ) -> None:
-        """Meets like GlooCarrier; communicators of the device are made when they are first used."""
+        """Meets like GlooCarrier, and on the devices; CollectiveError where that takes more than `MEET_S`."""
         self._place, self._backend, self._address = place, backend, address
         self._is_cuda, self._is_released = place.type == "cuda", False
         self._whole: Any = None
+        self._ending: Thread | None = None
         self._ways: dict[tuple[int, int], Any] = {}
         super().__init__(address, rank, num_ranks, sampling_rank, bounds, store)
         self._whole = self._group_of("all", rank, num_ranks)
@@ -103,6 +109,9 @@ class DeviceCarrier(GlooCarrier):
             if rank in (sender, taker):
                 own = SENDER if rank == sender else TAKER
                 self._ways[sender, taker] = self._group_of(f"{sender}-{taker}", own, 2)
+        if num_ranks > 1:
+            call = self._call(Operation.BARRIER, Purpose.BOOT, rank, MEET_S)
+            self._run(call, self._meet)
         self._shippers = {peer: Lane(f"ship-{rank}-{peer}") for peer in range(num_ranks) if peer != rank}
 
     def _group_of(self, name: str, rank: int, size: int) -> Any:
@@ -120,6 +129,21 @@ class DeviceCarrier(GlooCarrier):
         options = nccl.Options()
         options._timeout = timedelta(seconds=WATCH_S)
         return nccl(store, rank, size, options)
+
+    def _meet(self) -> None:
+        """Every operation once, one after the other and in one order on all ranks.
+
+        The first use of a communicator, or of a kernel, may wait for all that its device is doing; while a message is
+        under way each direction could then wait for the other for ever.
+        """
+        probe = torch.ones(self.num_ranks, device=self._place)
+        ones, byte = [1] * self.num_ranks, torch.ones(1, dtype=torch.uint8, device=self._place)
+        self._end(self._whole.allreduce([probe], AllreduceOptions()))
+        self._end(self._whole.broadcast([probe], BroadcastOptions()))
+        self._end(self._whole.alltoall_base(torch.empty_like(probe), probe, ones, ones, AllToAllOptions()))
+        for (sender, _), group in self._ways.items():
+            pass_on, peer = (group.send, TAKER) if sender == self.rank else (group.recv, SENDER)
+            self._end(pass_on([byte], peer, MESSAGE_TAG))
 
     def _is_own(self, tensor: Tensor) -> bool:
         return tensor.device == self._place
@@ -195,6 +219,14 @@ class DeviceCarrier(GlooCarrier):
         if self._is_cuda:
             torch.cuda.current_stream(self._place).synchronize()
 
+    def close(self) -> None:
+        """See Carrier: communicators are given back as well."""
+        super().close()
+        for shipper in self._shippers.values():
+            shipper.close()
+        if self._ending is not None:
+            self._ending.join(RELEASE_S)
+
     def _let_go(self, reason: AbortReason) -> None:
         super()._let_go(reason)
         self._release()
@@ -210,7 +242,8 @@ class DeviceCarrier(GlooCarrier):
         groups = [] if self._is_released else [self._whole, *self._ways.values()]
         self._is_released = True
         if groups:
-            Thread(target=_abort, args=(groups,), name=f"nccl-abort-{self.rank}", daemon=True).start()
+            self._ending = Thread(target=_abort, args=(groups,), name=f"nccl-abort-{self.rank}", daemon=True)
+            self._ending.start()
 
 
 def _abort(groups: list[Any]) -> None:

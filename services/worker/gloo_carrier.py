@@ -32,7 +32,7 @@ from torch.distributed import (
 
 from kernels.collectives import AbortReason, CollectiveError, Operation, Purpose, Status, Wait
 from services.worker.collectives import DEFAULT_DEADLINE_S, CarrierCounters
-from services.worker.lane import Lane
+from services.worker.lane import END_S, Lane
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -139,9 +139,9 @@ class GlooCarrier:
         self._num_operations = 0
         self._wait_ns = 0
         self._lane = Lane(f"gloo-{rank}")
-        Thread(
-            target=self._watch, args=(self._connect(address, False),), name=f"gloo-watch-{rank}", daemon=True
-        ).start()
+        watched = self._connect(address, False)
+        self._watcher = Thread(target=self._watch, args=(watched,), name=f"gloo-watch-{rank}", daemon=True)
+        self._watcher.start()
 
     def all_reduce(self, tensor: Tensor, *, deadline_s: float, purpose: Purpose) -> None:
         """See Carrier."""
@@ -270,9 +270,10 @@ class GlooCarrier:
     def close(self) -> None:
         """See Carrier: lets the watcher and the lane go."""
         self._let_go(AbortReason.SHUTDOWN)
-        self._lane.close()
         with contextlib.suppress(RuntimeError):
             self._store.set(f"verdict/{self.rank}", AbortReason.SHUTDOWN.name)
+        self._watcher.join(END_S)
+        self._lane.close()
 
     def _connect(self, address: GlooAddress, is_master: bool) -> TCPStore:
         deadline = timedelta(seconds=DEFAULT_DEADLINE_S)
