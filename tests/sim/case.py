@@ -132,7 +132,7 @@ class Case:
     slips: tuple[tuple[int, Slip], ...] = ()
     """By rank, what goes wrong in its first flip, whatever the odds."""
     is_exclusive: bool = False
-    """One layout's rows have pages at a time."""
+    """Each block's rows have pages in one layout at a time."""
     uses_shipped_table: bool = False
     """Rank 0 drives the worker's own resident table as well."""
 

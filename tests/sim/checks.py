@@ -201,6 +201,8 @@ class Checks:
             raise InvariantError("wedge", "no generation serves at the end")
         if run.flip is not None:
             raise InvariantError("wedge", f"flip {run.flip.entry.flip_id} has no outcome at the end")
+        if run.attempts.pending is not None:
+            raise InvariantError("wedge", f"flip {run.attempts.pending} is over and stands in the way of the next")
         batcher, census = run.batcher, run.batcher.census()
         if batcher.open_request_ids or batcher.num_in_flight:
             raise InvariantError(

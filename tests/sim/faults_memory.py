@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from services.core.ids import BLOCK_SLOTS, Epoch, FlipId, LayoutKind
+from services.core.ids import BLOCK_SLOTS, Epoch, LayoutKind
 from services.core.step import FlipEntry
 from services.worker.holders import Held
-from tests.sim.memory import Holder, Memory, Mode, RestorableError, Slip, Work
+from tests.sim.memory import Holder, Memory, Mode, RestorableError, Rows, Slip, Work
 from tests.sim.rank import RankProcess
 
 if TYPE_CHECKING:
@@ -13,28 +13,27 @@ if TYPE_CHECKING:
 
 
 class DroppedRowsMemory(Memory):
-    """Packed rows are dropped when this rank has verified, although another may fail yet."""
+    """What was packed of a window is dropped when it is written, although the verdict on it may still be against it."""
 
-    def work(self, rank: "Rank", flip: FlipEntry, slip: Slip | None) -> Work:
-        yield from super().work(rank, flip, slip)
-        self.kept = ([], [])
+    def restore(self, kind: LayoutKind, window: range, live: list[int], packed: Rows) -> None:
+        super().restore(kind, window, [], [])
 
 
 class UnreadSourceMemory(Memory):
-    """6: the source's pages are given back before all of it is packed."""
+    """6: a window's pages are given back before all of it is packed."""
 
-    def _packed(self, kind: LayoutKind, blocks: list[int]) -> list[list[int | None]]:
+    def packed(self, kind: LayoutKind, blocks: list[int]) -> Rows:
         if self.is_exclusive and len(blocks) > 1:
-            first = super()._packed(kind, blocks[:1])
-            self._pages._release(kind)
-            return first + super()._packed(kind, blocks[1:])
-        return super()._packed(kind, blocks)
+            first = super().packed(kind, blocks[:1])
+            self.turn(kind.other, range(blocks[0], blocks[-1] + 1))
+            return first + super().packed(kind, blocks[1:])
+        return super().packed(kind, blocks)
 
 
 class LonelyReturnMemory(Memory):
     """A rank that finds its own pages wrong goes back, and its peers, who found theirs right, do not."""
 
-    def agree(self, rank: "Rank", what: tuple[str, FlipId], failure: Slip | None) -> Work:
+    def agree(self, rank: "Rank", what: tuple[object, ...], failure: Slip | None) -> Work:
         assert rank.plane is not None
         yield (rank.plane.join, rank.rank, what, None)
         if failure is not None:
@@ -70,13 +69,13 @@ class SmallPoolMemory(Memory):
         yield from super()._move_rows(rank, flip, blocks, slip)
         self._cut()
 
-    def settle(self, rank: "Rank", kind: LayoutKind) -> None:
-        super().settle(rank, kind)
+    def settle(self, rank: "Rank", flip: FlipEntry, kind: LayoutKind) -> Work:
+        yield from super().settle(rank, flip, kind)
         self._cut()
 
     def _cut(self) -> None:
         plane = self.planes[LayoutKind.TP]
-        if self.mode is not Mode.SHARED and plane is not None:
+        if self.mode is not Mode.SHARED:
             del plane[self._num_slots - BLOCK_SLOTS :]
 
 

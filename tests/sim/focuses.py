@@ -148,11 +148,11 @@ def weights_are_found_wrong(case: Case) -> Case:
 
 
 def ranks_fail_behind_the_seam(case: Case) -> Case:
-    """One layout's rows have pages at a time, and one rank fails when others have verified."""
+    """Each block has pages in one layout at a time, and a window is found wrong, or one rank fails when all is done."""
     return replace(case, mode=Mode.DUAL, is_exclusive=True, faults=(), odds=Odds(fail=0.4), eager_flips=4)
 
 
 def pools_are_full(case: Case) -> Case:
     """Each layout has its own pool, and requests take all of it."""
     limits = replace(case.limits, num_blocks=4)
-    return replace(rows_are_exchanged(case), limits=limits)
+    return replace(rows_are_exchanged(case), limits=limits, is_exclusive=False)

@@ -3,6 +3,7 @@
 import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 from tests.sim.run import Failure, no_collections, run_seed
 from tests.sim.specimens import SPECIMENS, Specimen
@@ -38,7 +39,7 @@ def _line(place: int) -> tuple[str, bool]:
 
 def main() -> int:
     """The command."""
-    with ProcessPoolExecutor() as pool:
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         lines = list(pool.map(_line, range(len(SPECIMENS))))
     print("\n".join(text for text, _ in lines))  # noqa: T201
     return int(not all(is_found for _, is_found in lines))

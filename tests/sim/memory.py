@@ -2,8 +2,9 @@
 
 A rank has a plane of rows for each layout: under PP its own layers of every head, under TP its heads of every layer.
 Weights are whole or they are not: in `shared` and `dual` mode both layouts' are there, else one arena holds one layout
-or, while a flip is at work, neither. Under exclusive backing one plane has pages at a time, passed on by the shipped
-`Seam`. Steps and verdicts follow `services/worker/private`: what is the group's to say there is a group operation here.
+or, while a flip is at work, neither. Under exclusive backing each block has pages in one layout at a time, and a flip
+goes through them window by window. Steps and verdicts follow `services/worker/private`: what is the group's to say
+there is a group operation here.
 
 A holder is what else keeps a layout on a rank. Never decides an outcome: `work` raises what a rank has to say, and
 `settle` makes the layout in force whole or ends the rank. A layout that is read while it is not whole is a violation.
@@ -13,9 +14,8 @@ from collections.abc import Generator
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from services.core.ids import BLOCK_SLOTS, Epoch, FlipId, LayoutKind
+from services.core.ids import BLOCK_SLOTS, Epoch, LayoutKind
 from services.core.step import FlipEntry
-from services.worker.exclusive_pools import Seam, SeamStep
 from services.worker.holders import Held
 from tests.sim.world import InvariantError
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 NUM_PHASES = 2
 """Of an exchange: a rank can be between any two."""
+NUM_WINDOWS = 2
+"""Of rows that pass the seam: what is under way is bounded, whatever is live."""
 
 Plane = list[int | None]
 Rows = list[list[int | None]]
@@ -55,24 +57,6 @@ class LostError(Exception):
     """It cannot."""
 
 
-class Pages:
-    """Which plane has pages, as the shipped seam sees its pools."""
-
-    def __init__(self, planes: dict[LayoutKind, Plane | None], num_slots: int) -> None:
-        self._planes, self._num_slots = planes, num_slots
-
-    def wait_for_room(self, kind: LayoutKind, deadline_s: float) -> None:
-        """There is as much as one plane takes."""
-
-    def _back(self, kind: LayoutKind) -> None:
-        if self._planes[kind.other] is not None:
-            raise InvariantError("one layout's pages", f"{kind.value} is backed while {kind.other.value} holds pages")
-        self._planes[kind] = [None] * self._num_slots
-
-    def _release(self, kind: LayoutKind) -> None:
-        self._planes[kind] = None
-
-
 class Holder:
     """Something of the worker that holds a layout: the stage, and what a speculation would have."""
 
@@ -90,23 +74,22 @@ class Memory:
     def __init__(self, mode: Mode, kind: LayoutKind, num_slots: int, *, is_exclusive: bool) -> None:
         self.mode, self.is_exclusive, self._num_slots = mode, is_exclusive, num_slots
         pool: Plane = [None] * num_slots
-        other = pool if mode is Mode.SHARED else None if is_exclusive else [None] * num_slots
-        self.planes: dict[LayoutKind, Plane | None] = {kind: pool, kind.other: other}
+        self.planes: dict[LayoutKind, Plane] = {kind: pool, kind.other: pool if mode is Mode.SHARED else list(pool)}
         self.held: LayoutKind | None = kind
         """Whose weights the arena holds, where there is one."""
-        self._pages = Pages(self.planes, num_slots)
-        self.seam: Seam | None = None
-        self.kept: tuple[list[int], Rows] = ([], [])
-        """Blocks and what was packed of them, until the outcome: behind the seam the only copy."""
+        self.pages: list[LayoutKind | None] = [kind] * (num_slots // BLOCK_SLOTS)
+        """Of each block, under exclusive backing: in which layout it has them."""
 
     def slots(self, kind: LayoutKind) -> Plane:
         """The plane of a layout that is read or written in full."""
-        plane = self.planes[kind]
-        has_weights = self.mode in (Mode.SHARED, Mode.DUAL) or self.held is kind
-        if plane is None or not has_weights:
-            what = "rows have no pages" if plane is None else f"weights are those of {self.held and self.held.value}"
-            raise InvariantError("half a layout", f"{kind.value} is in force, its {what}")
-        return plane
+        if self.mode in (Mode.EXCHANGE, Mode.IMAGE) and self.held is not kind:
+            self._half(kind, f"weights are those of {self.held and self.held.value}")
+        if self.is_exclusive and self.pages.count(kind) < len(self.pages):
+            self._half(kind, f"blocks have pages in {[there and there.value for there in self.pages]}")
+        return self.planes[kind]
+
+    def _half(self, kind: LayoutKind, what: str) -> None:
+        raise InvariantError("half a layout", f"{kind.value} is in force, its {what}")
 
     # A flip's work.
 
@@ -116,36 +99,33 @@ class Memory:
         Raises:
             RestorableError, LostError: it does not.
         """
-        blocks = [block for begin, length in flip.live_runs for block in range(begin, begin + length)]
+        blocks = live_blocks(flip)
         yield (rank.compute, len(blocks))
         rank.group.moment("read")
+        if self.is_exclusive:
+            yield from self._cross(rank, flip, blocks, slip)
+        elif self.mode is not Mode.SHARED:
+            yield from self._move_rows(rank, flip, blocks, slip)
         try:
-            if self.mode is not Mode.SHARED:
-                yield from self._move_rows(rank, flip, blocks, slip)
             if self.mode is Mode.EXCHANGE:
                 yield from self._exchange(rank, flip, slip)
             elif self.mode is Mode.IMAGE:
                 yield from self._refill(rank, flip, slip)
-            elif slip in (Slip.ROWS, Slip.WEIGHTS):
-                raise RestorableError(slip.value)
         except RestorableError:
-            self._restore_rows()
+            if self.is_exclusive:
+                yield from self._return(rank, flip, blocks)
             raise
-        if slip is Slip.LATE:
+        if slip is Slip.LATE or (slip is not None and self.mode in (Mode.SHARED, Mode.DUAL)):
             raise RestorableError(slip.value)
 
     def _move_rows(self, rank: "RankProcess", flip: FlipEntry, blocks: list[int], slip: Slip | None) -> Work:
-        assert rank.plane is not None
-        packed = self._packed(flip.target.other, blocks)
-        everyones = yield (rank.plane.join, rank.rank, ("rows", flip.flip_id), packed)
-        rank.check_equal("rows of the other ranks", flip.flip_id, everyones, [packed] * len(everyones))
-        if self.is_exclusive:
-            yield from self._cross(rank, flip, blocks, packed)
-        else:
-            self.planes[flip.target] = [None] * self._num_slots
+        """Into a plane that is nobody's until COMMIT."""
+        packed = yield from self._passed(rank, ("rows", flip.flip_id), flip.target.other, blocks)
+        self.planes[flip.target] = [None] * self._num_slots
         yield (rank.compute, len(blocks))
         self._write(flip.target, blocks, packed)
         rank.group.moment("written")
+        assert rank.plane is not None
         yield (rank.plane.join, rank.rank, ("sums", flip.flip_id), None)
         failure = slip if slip is Slip.ROWS else None
         if self.mode is Mode.DUAL:
@@ -155,27 +135,74 @@ class Memory:
         else:
             yield from self.agree(rank, ("rows are right", flip.flip_id), failure)
 
-    def _packed(self, kind: LayoutKind, blocks: list[int]) -> Rows:
-        source = self.slots(kind)
+    def _passed(
+        self, rank: "RankProcess", what: tuple[object, ...], kind: LayoutKind, blocks: list[int]
+    ) -> Generator[tuple[Any, ...], Any, Rows]:
+        """What is packed here of `kind`, when every rank has the others' part of it."""
+        assert rank.plane is not None
+        packed = self.packed(kind, blocks)
+        everyones = yield (rank.plane.join, rank.rank, what, packed)
+        rank.check_equal("rows of the other ranks", 0, everyones, [packed] * len(everyones))
+        return packed
+
+    def packed(self, kind: LayoutKind, blocks: list[int]) -> Rows:
+        """Copies of rows, which must have pages."""
+        if self.is_exclusive and any(self.pages[block] is not kind for block in blocks):
+            self._half(kind, "rows are read where they have no pages")
+        source = self.planes[kind]
         return [source[block * BLOCK_SLOTS : (block + 1) * BLOCK_SLOTS] for block in blocks]
 
     def _write(self, kind: LayoutKind, blocks: list[int], rows: Rows) -> None:
         plane = self.planes[kind]
-        assert plane is not None, "written where there are pages"
         for block, row in zip(blocks, rows, strict=True):
             plane[block * BLOCK_SLOTS : (block + 1) * BLOCK_SLOTS] = row
 
-    def _cross(self, rank: "RankProcess", flip: FlipEntry, blocks: list[int], packed: Rows) -> Work:
-        """The seam: every rank has released before any backs."""
-        assert rank.plane is not None
-        self.kept = (blocks, packed)
-        self.seam = Seam(self._pages, flip.target.other, flip.target)  # type: ignore[arg-type]
-        self.seam.release_source()
-        rank.group.moment("seam")
-        yield (rank.plane.join, rank.rank, ("released", flip.flip_id), None)
-        self.seam.back_destination(0)
+    def _windows(self, blocks: list[int]) -> list[tuple[range, list[int]]]:
+        """Every block of the pool, cut in rising windows, and the live ones of each."""
+        size = -(-len(self.pages) // NUM_WINDOWS)
+        cuts = [range(begin, min(begin + size, len(self.pages))) for begin in range(0, len(self.pages), size)]
+        return [(cut, [block for block in blocks if block in cut]) for cut in cuts]
 
-    def agree(self, rank: "RankProcess", what: tuple[str, FlipId], failure: Slip | None) -> Work:
+    def turn(self, kind: LayoutKind, window: range) -> None:
+        """Pages of a window's blocks go to `kind`, where they read as nothing; what the other layout held is gone."""
+        for block in window:
+            self.pages[block] = kind
+            for each in LayoutKind:
+                self.planes[each][block * BLOCK_SLOTS : (block + 1) * BLOCK_SLOTS] = [None] * BLOCK_SLOTS
+
+    def _cross(self, rank: "RankProcess", flip: FlipEntry, blocks: list[int], slip: Slip | None) -> Work:
+        """The seam, window by window; where one fails it is restored, and those before go back the way they came."""
+        gone: list[int] = []
+        for number, (window, live) in enumerate(self._windows(blocks)):
+            packed = yield from self._passed(rank, ("window", number, flip.flip_id), flip.target.other, live)
+            self.turn(flip.target, window)
+            rank.group.moment("seam")
+            yield (rank.compute, len(live))
+            self._write(flip.target, live, packed)
+            rank.group.moment("written")
+            failure = slip if slip is Slip.ROWS and number == NUM_WINDOWS - 1 else None
+            try:
+                yield from self.agree(rank, ("window is right", number, flip.flip_id), failure)
+            except RestorableError:
+                self.restore(flip.target.other, window, live, packed)
+                yield from self._return(rank, flip, gone)
+                raise
+            gone += live
+
+    def restore(self, kind: LayoutKind, window: range, live: list[int], packed: Rows) -> None:
+        """A window that failed: what was packed of it is the only copy."""
+        self.turn(kind, window)
+        self._write(kind, live, packed)
+
+    def _return(self, rank: "RankProcess", flip: FlipEntry, blocks: list[int]) -> Work:
+        """All ranks: what has crossed comes back."""
+        kind = flip.target.other
+        for number, (window, live) in reversed(list(enumerate(self._windows(blocks)))):
+            if self.pages[window.start] is not kind:
+                packed = yield from self._passed(rank, ("window back", number, flip.flip_id), flip.target, live)
+                self.restore(kind, window, live, packed)
+
+    def agree(self, rank: "RankProcess", what: tuple[object, ...], failure: Slip | None) -> Work:
         """One verdict for all ranks."""
         assert rank.plane is not None
         verdicts = yield (rank.plane.join, rank.rank, what, failure)
@@ -222,32 +249,25 @@ class Memory:
 
     # Outcomes.
 
-    def settle(self, rank: "RankProcess", kind: LayoutKind) -> None:
-        """After an outcome: `kind` is in force, and whole.
+    def settle(self, rank: "RankProcess", flip: FlipEntry, kind: LayoutKind) -> Work:
+        """After a flip's outcome: `kind` is in force, and whole; all ranks do this, and meet where rows come back.
 
         Raises:
             LostError: it cannot be had.
         """
         if self.held is not kind:
             self._settle_weights(rank, kind)
-        if self.mode is Mode.SHARED:
-            return
-        if self.seam is not None and self.seam.source is kind:
-            self._restore_rows()
-        elif self.seam is not None:
-            self.seam.commit()
-        elif not self.is_exclusive:
+        if self.is_exclusive and kind is not flip.target:
+            yield from self._return(rank, flip, live_blocks(flip))
+        if not self.is_exclusive and self.mode is not Mode.SHARED:
             self.planes[kind.other] = [None] * self._num_slots
-        self.seam, self.kept = None, ([], [])
 
     def _settle_weights(self, rank: "RankProcess", kind: LayoutKind) -> None:
         if self.mode in (Mode.EXCHANGE, Mode.IMAGE) and rank.breaks():
             raise LostError(f"the weights of {kind.value} are not to be had")
         self.held = kind
 
-    def _restore_rows(self) -> None:
-        """Behind the seam: the source's pages again, and what was packed of it."""
-        seam = self.seam
-        if seam is not None and seam.step in (SeamStep.RELEASED, SeamStep.BACKED):
-            seam.restore(0)
-            self._write(seam.source, *self.kept)
+
+def live_blocks(flip: FlipEntry) -> list[int]:
+    """Those whose rows must survive."""
+    return [block for begin, length in flip.live_runs for block in range(begin, begin + length)]

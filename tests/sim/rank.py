@@ -166,6 +166,7 @@ class RankProcess(Member):
         return WAIT
 
     def _execute(self, entry: LogEntry) -> Work:
+        flip = self.follower.flip
         self.follower.follow(entry)
         self.group.checks.on_executed(self, entry)
         match entry.entry:
@@ -174,14 +175,14 @@ class RankProcess(Member):
             case ResetEntry() as reset:
                 yield (self.compute, 0)
                 self._reset(reset)
-            case FlipEntry() as flip:
-                yield from self.park(flip)
+            case FlipEntry() as armed:
+                yield from self.park(armed)
             case CommitEntry(flip_id=flip_id, layout=layout):
                 self.switch(layout)
-                yield from self._settle(layout)
+                yield from self._settle(flip, layout)
                 self._to_loop.send(CommitReached(flip_id))
             case AbandonEntry(flip_id=flip_id):
-                yield from self._settle(self.layout)
+                yield from self._settle(flip, self.layout)
                 self._check_source(flip_id)
                 self._to_loop.send(AbandonReached(flip_id))
 
@@ -397,10 +398,10 @@ class RankProcess(Member):
         odds = self.group.case.odds
         return bool(odds.breaks) and self.world.rng.random() < odds.breaks
 
-    def _settle(self, kind: LayoutKind) -> Work:
-        assert self.memory is not None
+    def _settle(self, flip: FlipEntry | None, kind: LayoutKind) -> Work:
+        assert self.memory is not None and flip is not None
         try:
-            self.memory.settle(self, kind)
+            yield from self.memory.settle(self, flip, kind)
         except LostError as error:
             self.world.note(self.name, "exit", str(error))
             self.world.at(0, None, self.group.crash, self)

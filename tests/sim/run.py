@@ -1,5 +1,7 @@
 """Runs schedules: `python -m tests.sim.run --seeds 1000`, or one again with `--seed 17`, made small with `--shrink`.
 
+Many are spread over the machine's cores, in chunks that follow each other: what is found does not depend on how many.
+
 Ends with status 1 at the first violation, after its seed, the command that shows it again, the invariant and the last
 events.
 """
@@ -7,11 +9,14 @@ events.
 import argparse
 import gc
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from multiprocessing import get_context
 from random import Random
 
 from tests.sim.case import Case, describe, draw_case
@@ -21,6 +26,8 @@ from tests.sim.world import InvariantError
 
 COLLECTED_SCHEDULES = 1_000
 """Between two collections."""
+CHUNK_SCHEDULES = 500
+"""What a process is given at a time."""
 
 
 @dataclass(slots=True)
@@ -33,6 +40,12 @@ class Totals:
     abandoned: int = 0
     lost: int = 0
     carried: int = 0
+    cpu_s: float = 0.0
+
+    def take(self, more: "Totals") -> None:
+        """Adds those of another run."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(more, field.name))
 
     def add(self, group: Group) -> None:
         """Counts one."""
@@ -98,10 +111,10 @@ def run_seed(
 
 
 def run_seeds(
-    first: int, num_seeds: int, parts: Parts = SHIPPED, *, within_s: float = math.inf
+    first: int, num_seeds: int, parts: Parts = SHIPPED, *, until_s: float = math.inf
 ) -> tuple[Totals, Failure | None]:
-    """Many schedules, up to the first failure, or as many as fit into `within_s`."""
-    totals, until_s = Totals(), time.monotonic() + within_s
+    """Many schedules, up to the first failure, or as many as fit before the monotonic time `until_s`."""
+    totals, began_cpu_s = Totals(), time.process_time()
     with no_collections():
         for seed in range(first, first + num_seeds):
             if time.monotonic() > until_s:
@@ -113,6 +126,26 @@ def run_seeds(
             group.take_apart()
             if seed % COLLECTED_SCHEDULES == 0:
                 gc.collect(0)
+    totals.cpu_s = time.process_time() - began_cpu_s
+    return totals, None
+
+
+def run_in_processes(
+    first: int, num_seeds: int, num_processes: int, parts: Parts = SHIPPED, *, until_s: float = math.inf
+) -> tuple[Totals, Failure | None]:
+    """The same, in chunks over so many processes; the failure is that of the lowest chunk that has one."""
+    end, totals = first + num_seeds, Totals()
+    begins = range(first, end, CHUNK_SCHEDULES)
+    with ProcessPoolExecutor(num_processes, get_context("spawn")) as pool:
+        chunks = [
+            pool.submit(run_seeds, begin, min(CHUNK_SCHEDULES, end - begin), parts, until_s=until_s) for begin in begins
+        ]
+        for chunk in chunks:
+            more, failure = chunk.result()
+            totals.take(more)
+            if failure is not None:
+                pool.shutdown(wait=False, cancel_futures=True)
+                return totals, failure
     return totals, None
 
 
@@ -136,19 +169,23 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=300, help="how many schedules")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seconds", type=float, default=math.inf, help="as many of them as fit")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seed", type=int, help="only this one, with all its events")
     parser.add_argument("--shrink", action="store_true", help="with --seed: the smallest case that breaks it")
     arguments = parser.parse_args()
     if arguments.seed is not None:
         return run_one(arguments.seed, shrinks=arguments.shrink)
-    began_s, began_cpu_s = time.perf_counter(), time.process_time()
-    totals, failure = run_seeds(arguments.first, arguments.seeds, within_s=arguments.seconds)
-    took_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
+    began_s = time.perf_counter()
+    totals, failure = run_in_processes(
+        arguments.first, arguments.seeds, arguments.processes, until_s=time.monotonic() + arguments.seconds
+    )
+    took_s = time.perf_counter() - began_s
     if failure is not None:
         print(failure.text())  # noqa: T201
         return 1
+    rate = totals.schedules / max(totals.cpu_s, 1e-9)
     print(  # noqa: T201
-        f"{totals.schedules} schedules in {took_s:.1f} s ({totals.schedules / cpu_s:.0f} per CPU second), "
+        f"{totals.schedules} schedules in {took_s:.1f} s ({rate:.0f} per CPU second), "
         f"{totals.events} events, "
         f"{totals.committed} flips committed carrying {totals.carried} requests, {totals.abandoned} not committed, "
         f"{totals.lost} generations lost: no violation"

@@ -233,7 +233,10 @@ SPECIMENS = (
     _specimen("algorithm left behind, nobody asks", ("half armed",), nobody_is_hurt, rank=ProposerlessRank),
     _specimen("pool smaller than the ids (V)", ("context", "raised"), pools_are_full, memory=SmallPoolMemory),
     _specimen(
-        "packed rows dropped at VERIFIED", ("source untouched",), ranks_fail_behind_the_seam, memory=DroppedRowsMemory
+        "packed rows dropped before the verdict",
+        ("source untouched",),
+        ranks_fail_behind_the_seam,
+        memory=DroppedRowsMemory,
     ),
     _specimen(
         "source released before it is read",

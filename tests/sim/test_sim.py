@@ -17,7 +17,7 @@ from tests.sim.hunt import found
 from tests.sim.memory import Mode
 from tests.sim.old_ranks import GatedRank, OwingRank
 from tests.sim.rank import RankProcess
-from tests.sim.run import run_seed, run_seeds
+from tests.sim.run import run_in_processes, run_seed, run_seeds
 from tests.sim.shrink import shrunk
 from tests.sim.specimens import SPECIMENS, Specimen
 from tests.sim.world import TAIL_EVENTS, Channel, Process, World
@@ -74,6 +74,14 @@ def test_a_failure_says_how_to_see_it_again() -> None:
     assert about.startswith(f"seed {failure.seed}: {failure.case.num_ranks} ranks")
     assert 0 < len(events) <= TAIL_EVENTS
     assert all(re.match(r" *\d+\.\d{3}  \S+ +\S+", event) for event in events)
+
+
+def test_chunks_in_processes_find_what_one_after_the_other_find() -> None:
+    specimen = SPECIMENS[0]
+    (one, first), (many, other) = run_seeds(0, 200, specimen.parts), run_in_processes(0, 200, 2, specimen.parts)
+    assert first is not None and other is not None
+    assert (first.seed, first.lines, str(first.violation)) == (other.seed, other.lines, str(other.violation))
+    assert one.events == many.events > 0
 
 
 def test_a_failing_case_is_made_small() -> None:

@@ -35,6 +35,10 @@ class InvariantError(AssertionError):
         super().__init__(f"{invariant}: {text}")
         self.invariant, self.text = invariant, text
 
+    def __reduce__(self) -> tuple[type["InvariantError"], tuple[str, str]]:
+        """So that it may come from another process."""
+        return type(self), (self.invariant, self.text)
+
 
 class Process:
     """Something that receives events, can be stopped, and can die and live again."""
