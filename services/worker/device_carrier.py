@@ -112,6 +112,9 @@ class DeviceCarrier(GlooCarrier):
         if num_ranks > 1:
             call = self._call(Operation.BARRIER, Purpose.BOOT, rank, MEET_S)
             self._run(call, self._meet)
+        cuda: Any = torch.cuda
+        # Made once: torch hands out 32 streams by turns, and one that NCCL has as well would order what must not be.
+        self._beside = {peer: cuda.Stream(place) for peer in range(num_ranks) if peer != rank and self._is_cuda}
         self._shippers = {peer: Lane(f"ship-{rank}-{peer}") for peer in range(num_ranks) if peer != rank}
 
     def _group_of(self, name: str, rank: int, size: int) -> Any:
@@ -197,7 +200,7 @@ class DeviceCarrier(GlooCarrier):
         """On the peer's lane and a stream beside the model's, which must not wait for a peer."""
         self._group.recv([torch.empty(1, dtype=torch.int64)], peer, ASK_TAG).wait(timedelta(seconds=WATCH_S))
         cuda: Any = torch.cuda
-        with cuda.stream(cuda.Stream(self._place)) if self._is_cuda else contextlib.nullcontext():
+        with cuda.stream(self._beside[peer]) if self._is_cuda else contextlib.nullcontext():
             if self._is_cuda:
                 cuda.current_stream(self._place).wait_event(written)
             self._end(self._ways[self.rank, peer].send([payload], TAKER, MESSAGE_TAG))

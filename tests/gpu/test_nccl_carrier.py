@@ -30,7 +30,8 @@ def test_a_message_that_is_not_the_expected_one_is_refused(pool: RankPool, scena
     assert (answer["status"], answer["wait"]) == ("MISMATCH", wait)
 
 
-@pytest.mark.parametrize("scenario", ["die_in_sum", "die_before_send", "die_before_recv", "die_in_gather"])
+# Not die_in_gather: what a rank only gives may be with NCCL, on its device, before anybody is there to take it.
+@pytest.mark.parametrize("scenario", ["die_in_sum", "die_before_send", "die_before_recv"])
 def test_a_killed_peer_ends_in_a_named_failure(pool: RankPool, scenario: str) -> None:
     answers = pool.run("nccl", 2, scenario, ragged=True)
     assert answers[1] is None

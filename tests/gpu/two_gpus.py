@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rehearse", action="store_true", help="no GPU: torch's kernels over host memory, gloo, tiny")
     parser.add_argument("--cases", nargs="*", help="parts of names; all by default")
+    parser.add_argument("--at-once", type=int, default=1, help="cases that run beside each other, on the same GPUs")
     parser.add_argument("--no-mesh", action="store_true", help="without the mesh of real processes")
     arguments = parser.parse_args()
     # Ranks that end take their store with them, which those that have not ended yet complain about.
@@ -279,11 +281,15 @@ def main() -> int:
         write_safetensors(model, shape, torch.bfloat16, SEED)
         control = control_of(model, shape)
         place = rank_calls.as_on_cuda if arguments.rehearse else rank_calls.on_cuda
-        for case in CASES:
-            name = f"{case.mode}, {case.name}"
-            if arguments.cases is None or any(part in name for part in arguments.cases):
-                found.append(run_case(model, shape, case, control, place))
-                say(f"{found[-1].case}: {found[-1].failures or 'holds'} ({found[-1].seconds:.0f} s)")
+        chosen = [
+            case
+            for case in CASES
+            if arguments.cases is None or any(part in f"{case.mode}, {case.name}" for part in arguments.cases)
+        ]
+        with ThreadPoolExecutor(arguments.at_once) as pool:
+            for each in pool.map(lambda case: run_case(model, shape, case, control, place), chosen):
+                found.append(each)
+                say(f"{each.case}: {each.failures or 'holds'} ({each.seconds:.0f} s)")
         if not arguments.no_mesh:
             for mesh in asyncio.run(
                 mesh_findings(Path(folder), model, shape.num_layers, control.prompts, rehearse=arguments.rehearse)
