@@ -88,6 +88,7 @@ class SchedulerClient:
         self._changed = asyncio.Event()
         self._call: Stream | None = None
         self._closed_because: str | None = None
+        self._heard_s = float("-inf")
         self.group: OpenGroup | None = None
         self.num_resubmitted = 0
         self.waiting_for = "the scheduler's stream"
@@ -97,6 +98,11 @@ class SchedulerClient:
     def num_open(self) -> int:
         """Choices registered."""
         return len(self._registered)
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the scheduler last said something on its stream; infinite if it never did."""
+        return self._clock() - self._heard_s
 
     async def run(self) -> None:
         """Keeps the stream up until cancelled."""
@@ -201,6 +207,7 @@ class SchedulerClient:
             self._has_outgoing.set()
 
     def _on_message(self, message: pb.ServeRequestsResponse) -> None:
+        self._heard_s = self._clock()
         match message.WhichOneof("message"):
             case "events":
                 for event in message.events.events:
@@ -299,6 +306,9 @@ async def _step(call: Stream, operation: "asyncio.Future[object] | object") -> o
         call.cancel()
         await anyio.lowlevel.checkpoint_if_cancelled()
         raise StreamEndedError("the stream was cancelled") from None
+    except asyncio.InvalidStateError as error:
+        # It was given up between two words.
+        raise StreamEndedError("the stream is closed") from error
 
 
 def _reason(error: BaseException) -> str:

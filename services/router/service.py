@@ -212,7 +212,8 @@ async def _give_up_the_silent(router: Router, allowed_s: float) -> None:
         if time.monotonic() - began_s > 2 * LOOK_S:
             # This process stood still, and could not have heard: first it may listen again.
             continue
-        silence_s = router.watch.silence_s(("scheduler", None))
+        # What it says on its stream is a sign of life as well: of one that goes on it is the first.
+        silence_s = min(router.watch.silence_s(("scheduler", None)), router.client.silence_s)
         if router.client.group is not None and silence_s > allowed_s:
             router.client.drop(f"it was not heard for {silence_s:.1f} s")
 

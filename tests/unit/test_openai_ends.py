@@ -11,6 +11,7 @@ import pytest_asyncio
 from services.core.request import Rejected, RejectReason
 from services.router.http_protocol import MAX_HEAD_BYTES
 from tests.unit.router_stand import ALPHABET, Stand, alphabet, events_of, eventually, stand
+from tests.unit.test_sessions import a_choice
 
 
 @pytest_asyncio.fixture
@@ -48,6 +49,20 @@ async def test_a_restarted_scheduler_is_not_seen_by_the_client(at: Stand) -> Non
     body = (await asked).json()
     assert body["choices"][0]["message"]["content"] == "ABCDEF"
     assert body["usage"]["completion_tokens"] == 6
+    assert at.scheduler.num_streams == 2
+
+
+async def test_a_stream_that_is_given_up_between_two_words_is_not_the_routers_end(at: Stand) -> None:
+    at.scheduler.gate_at = 2
+    asked = asyncio.ensure_future(at.chat(max_tokens=6))
+    await at.scheduler.until(lambda: len(at.scheduler.requests()) == 1)
+    at.router.client.drop("a test")
+    # With the next turn of the loop this is to be said on a stream that is closed by then.
+    late = a_choice(max_output_tokens=6)
+    at.router.client.open(late, lambda: None)
+    at.scheduler.open_gate()
+    assert (await asked).json()["choices"][0]["message"]["content"] == "ABCDEF"
+    await eventually(lambda: late.ending is not None)
     assert at.scheduler.num_streams == 2
 
 

@@ -131,6 +131,19 @@ async def test_a_pause_of_the_router_is_no_silence_of_the_scheduler(tmp_path: Pa
         assert at.router.client.num_resubmitted == 0
 
 
+async def test_a_scheduler_that_is_heard_on_its_stream_is_not_silent(tmp_path: Path) -> None:
+    """One that goes on after a stop speaks there first."""
+    deadlines = DeadlineSettings(scheduler_silence_s=1.6)
+    async with stand(tmp_path, alphabet, deadlines=deadlines) as at:
+        at.scheduler.is_stopped = True
+        until_s = time.monotonic() + deadlines.scheduler_silence_s + 2 * LOOK_S
+        while time.monotonic() < until_s:
+            assert (await at.chat(stream=False)).status_code == 200
+        assert at.router.watch.silence_s(("scheduler", None)) > deadlines.scheduler_silence_s
+        at.scheduler.is_stopped = False
+        assert at.scheduler.num_streams == 1
+
+
 async def test_a_stopped_scheduler_holds_clients_no_longer_than_the_budget(tmp_path: Path) -> None:
     """P1.16: its stream never ends by itself."""
     deadlines = DeadlineSettings(scheduler_silence_s=1.6)
