@@ -175,10 +175,15 @@ def _build(spec: GroupSpec, files: ModelFiles, carrier: Carrier, device: RankDev
     return Runner(Rank(carrier.rank), files.geometry, memory, layouts, carrier, spec.limits, device=device)
 
 
+def _message_bytes(spec: GroupSpec, files: ModelFiles) -> int:
+    """Largest message of which the data plane holds two: hidden states, and a flip's parts are cut to it."""
+    return spec.limits.max_batch_tokens * files.geometry.hidden_size * 4
+
+
 def _shm_carrier(spec: GroupSpec, rank: Rank, fds: Mapping[str, int], files: ModelFiles) -> Carrier:
     shape = RegionShape(
         num_ranks=spec.num_ranks,
-        max_message_bytes=spec.limits.max_batch_tokens * files.geometry.hidden_size * 4,
+        max_message_bytes=_message_bytes(spec, files),
         max_rows=spec.limits.max_resident_requests,
         num_board_steps=2 * MAX_UNREAD_STEPS,
     )
@@ -194,7 +199,7 @@ def _memory(
     fds: Mapping[str, int],
 ) -> RankMemory:
     if spec.mode != "shared":
-        bounds = MoveBounds(MAX_CHUNK_BYTES, spec.limits.deadline_s)
+        bounds = MoveBounds(min(MAX_CHUNK_BYTES, _message_bytes(spec, files)), spec.limits.deadline_s)
         kept = PrivateSpec(spec.mode, LayoutKind.PP, bounds, device.free_bytes, device=device, backing=spec.backing)
         return private_memory(files, layouts, carrier, kept)
     cut = cut_within_blocks(files.geometry, files.tensors, layouts.values())

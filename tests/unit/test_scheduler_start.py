@@ -122,6 +122,36 @@ def test_a_budget_sizes_the_pool_by_its_poorest_rank() -> None:
     assert (size.limits.num_blocks, size.reason) == (600, "group.memory_bytes, rank 1 binds")
 
 
+def test_a_token_vector_lets_ranks_with_uneven_memory_fill_up_together() -> None:
+    """The same budgets hold more rows by the vector that the log names, and the rank that binds is said."""
+    private = GroupSettings(mode="dual", kv_sharding="tokens", memory_bytes=2**31)
+    tensors = {name: TensorPlace(0, 0, GgmlType.F32, *shape) for name, shape in expected_tensors(GEOMETRY).items()}
+    model = Model(GEOMETRY, tensors, 500_000_000)
+
+    def sized(group: GroupSettings) -> tuple[int, str]:
+        settings = settings_of(group=group)
+        size = size_group(settings, GEOMETRY, 0, plan_memory(asked_by(settings), model))
+        return size.limits.num_blocks, size.reason
+
+    ledger = plan_memory(asked_by(settings_of(group=private)), model)
+    rooms = (700 * BLOCK_BYTES, 300 * BLOCK_BYTES)
+    budgets = tuple(account.fixed_bytes + room for account, room in zip(ledger.ranks, rooms, strict=True))
+    even = replace(private, memory_bytes=budgets)
+    # Of N blocks each rank has half in PP, by its layers, and its share in TP: 300 = N / 2 + N / 2.
+    assert sized(even) == (300, "group.memory_bytes, rank 1 binds")
+    # 500 together, of which 250 are in PP on either: 450 and 50 are left, which is 9 to 1.
+    assert ledger.equalising_tokens(budgets) == (9, 1)
+    num_blocks, _ = sized(replace(even, kv_tokens=(9, 1)))
+    assert num_blocks == 500
+
+
+def test_a_head_that_several_ranks_have_counts_for_each() -> None:
+    """Three KV heads on four ranks: one of them is there twice in TP."""
+    by_heads = settings_of(group=GroupSettings(num_ranks=4), pool=PoolSettings(kv_bytes=30 * BLOCK_BYTES))
+    assert size_group(by_heads, GEOMETRY, 0).block_bytes == BLOCK_BYTES * 4 // 3
+    assert size_group(by_heads, GEOMETRY, 0).limits.num_blocks == 30 * 3 // 4
+
+
 def test_a_budget_too_small_is_refused_with_what_takes_it() -> None:
     settings, ledger = budgeted((2**31, 300_000_000))
     need = ledger.ranks[1].fixed_bytes
