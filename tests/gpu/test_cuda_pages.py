@@ -1,4 +1,4 @@
-"""The pools' and the arena's own code on a CUDA device: only the pages differ."""
+"""Ranges and the arena's own code on a CUDA device: only the pages differ."""
 
 from collections.abc import Callable
 
@@ -6,15 +6,13 @@ import pytest
 import torch
 
 from services.core.exchange import PageMove, Place
-from services.core.ids import LayoutKind, Rank
+from services.core.ids import Rank
 from services.worker.arena import Arena
 from services.worker.backing import Backing, BackingError, MissingMemoryError
 from services.worker.cuda_pages import CudaPages
-from services.worker.exclusive_pools import ExclusivePools, PoolShape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-PP, TP = LayoutKind.PP, LayoutKind.TP
 MIB = 1 << 20
 PIECE = 2 * MIB
 
@@ -85,20 +83,7 @@ def test_a_full_device_changes_nothing() -> None:
     backing.close()
 
 
-def test_pools_and_arena_run_unchanged() -> None:
-    shapes = {PP: PoolShape(8, 8, 128, torch.bfloat16), TP: PoolShape(32, 4, 128, torch.bfloat16)}
-    ranges = {kind: range_of(kind.name, 64 * shape.block_bytes) for kind, shape in shapes.items()}
-    pools = ExclusivePools(ranges, shapes, 64)
-    pools.build((PP, TP), lambda kind, views: None)
-    pools.views[PP].keys[1][5].fill_(2.5)
-    packed = pools.views[PP].keys[1][5].clone()
-    seam = pools.open_seam(TP)
-    seam.release_source()
-    seam.back_destination(0)
-    assert not pools.views[TP].keys[1].count_nonzero()
-    pools.views[TP].keys[1][5] = packed[:4]
-    seam.commit()
-    assert pools.views[TP].keys[1][5].eq(2.5).all() and pools.held_bytes() == pools.pool_bytes(TP)
+def test_an_arena_runs_unchanged() -> None:
     arena = Arena(Rank(0), range_of("arena", 8 * PIECE), range_of("staging", 8 * PIECE), PIECE)
     arena.flat.copy_(torch.arange(8, dtype=torch.uint8, device="cuda").repeat_interleave(PIECE))
     ring = [PageMove(Place(Rank(0), False, page), Place(Rank(0), False, (page + 1) % 8), 1) for page in range(8)]
