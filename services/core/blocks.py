@@ -53,6 +53,15 @@ class BlockPool:
         self._is_free[block] = 1
         self._free.append(block)
 
+    @property
+    def owned_end(self) -> int:
+        """One above the highest block with an owner; 0: none has."""
+        return self._is_free.rfind(0) + 1
+
+    def prefer_low(self) -> None:
+        """Hands out low ids first from here on, of those that are free now."""
+        self._free.sort(reverse=True)
+
     def owned_runs(self) -> tuple[tuple[BlockId, int], ...]:
         """Every owned block as runs (begin, length): rising, disjoint, none empty."""
         return block_runs(BlockId(block) for block in range(self.num_blocks) if not self._is_free[block])

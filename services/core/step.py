@@ -45,6 +45,8 @@ class StepPlan:
     """Indexes of the rows that sample the token after their last one, rising."""
     tokens_through: Sequence | None = None
     """The newest step whose sampled ids this one reads; all up to it are applied first."""
+    dead_from: BlockId | None = None
+    """Memory is short: no block from this one on has an owner, nor any row in a step that some rank may still be at."""
 
     @property
     def num_tokens(self) -> int:

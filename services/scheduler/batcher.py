@@ -71,6 +71,9 @@ class Batcher:
         self._events: list[RequestEvent] = []
         self._num_arrived = 0
         self._is_frozen = False
+        self._backed_end = limits.num_blocks
+        """One above the highest block that may have pages on a rank."""
+        self._gives_back = False
         self._unfreed: list[Request] = []
         """Over while frozen: their blocks and indexes are theirs until the thaw."""
 
@@ -134,6 +137,7 @@ class Batcher:
             row_num_tokens=plan.row_num_tokens,
             sampled_row=plan.sampled_row,
             tokens_through=self._through(draft.tokens_through),
+            dead_from=self._dead_from(),
         )
 
     def take_events(self) -> list[RequestEvent]:
@@ -199,6 +203,8 @@ class Batcher:
             self._kind = layout.kind
             self._window = StepWindow(layout, self.limits.steps_ahead)
         self._is_frozen = False
+        # A flip may have put pages under the whole pool.
+        self._backed_end = self.limits.num_blocks
         unfreed, self._unfreed = self._unfreed, []
         for request in unfreed:
             self._free(request)
@@ -211,6 +217,44 @@ class Batcher:
     def live_runs(self) -> tuple[tuple[BlockId, int], ...]:
         """Every block with an owner, as rising runs (begin, length): residents', cached ones, those of the undead."""
         return self._tables.pool.owned_runs()
+
+    # Memory
+
+    @property
+    def num_dead_blocks(self) -> int:
+        """Blocks above every owned one that may have pages: what a release gives."""
+        return max(0, self._backed_end - self._tables.pool.owned_end)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether a flip is pending."""
+        return self._is_frozen
+
+    def evict_cached(self, num_dead: int) -> int:
+        """Gives back cached blocks, the least recently used first, until so many are dead; returns their number."""
+        assert not self._is_frozen, "blocks are the flip's"
+        num_evicted = 0
+        while self.num_dead_blocks < num_dead and self._tables.tree.evict():
+            num_evicted += 1
+        return num_evicted
+
+    def release_dead(self) -> None:
+        """Lets the next step, and those behind it as others come back, tell ranks which blocks are dead."""
+        self._gives_back = True
+        self._tables.pool.prefer_low()
+
+    def retract_youngest(self) -> tuple[RequestId, int]:
+        """Sends a request back to the queue, to be computed again once `resume`; returns it and its blocks' number."""
+        assert not self._is_frozen, "blocks are the flip's"
+        victim = self._residents.youngest
+        num_blocks = len(victim.blocks)
+        self._composer.preempt(victim)
+        self._composer.admits = False
+        return victim.request_id, num_blocks
+
+    def resume(self) -> None:
+        """Admits again after a retraction."""
+        self._composer.admits = True
 
     # Accounts
 
@@ -251,6 +295,14 @@ class Batcher:
     def flush_prefix_cache(self) -> int:
         """Gives back every cached block that no request holds and returns their number; none while frozen."""
         return 0 if self._is_frozen else self._tables.tree.flush()
+
+    def _dead_from(self) -> BlockId | None:
+        """Above every block with an owner now or when any step was written that some rank may still be at."""
+        end = max(draft.owned_end for draft in self._in_flight.values())
+        backed_end, gives_back = max(self._backed_end, end), self._gives_back
+        self._backed_end = end if gives_back else backed_end
+        self._gives_back = gives_back and end > self._tables.pool.owned_end
+        return BlockId(end) if gives_back and end < backed_end else None
 
     def _through(self, needed: Sequence | None) -> Sequence | None:
         """At least the newest committed step, so that ranks keep no more unread ids than steps are in flight."""
@@ -330,7 +382,7 @@ class Batcher:
     def _admissible_tokens(self) -> int:
         """Tokens to compute of those in the queue that blocks and indexes would let in now, in their order."""
         num_tokens, num_blocks = 0, self._tables.num_available
-        for request, _ in zip(self._queue, range(self._residents.num_free), strict=False):
+        for request, _ in zip(self._queue, range(self._composer.num_admissible), strict=False):
             num_shared = len(self._tables.shared_prefix(request))
             num_blocks -= blocks_for(len(request.tokens)) - num_shared
             if num_blocks < 0:

@@ -73,6 +73,8 @@ class GenerationRun:
         self._deliver_to_routers, self._on_finished = deliver, on_finished
         self.on_change: Callable[[], None] = _nobody
         """Hears that requests, blocks or the layout may have changed."""
+        self.relieve: Callable[[], None] = _nobody
+        """Asked before steps are issued: looks at memory, not each time, and has blocks given back."""
         self._has_steps = asyncio.Event()
         self._parked, self._went_on = asyncio.Event(), asyncio.Event()
         self._is_open = False
@@ -240,6 +242,7 @@ class GenerationRun:
         self.on_change()
         if not self._is_open:
             return
+        self.relieve()
         if self._log.issue(time.monotonic_ns()):
             self._has_steps.set()
         self._deliver(self.batcher.take_events())

@@ -31,6 +31,7 @@ from services.scheduler.generation_mint import GenerationMint
 from services.scheduler.generation_run import GenerationLostError, GenerationRun
 from services.scheduler.joining import WorkerFinder
 from services.scheduler.meters import Meters
+from services.scheduler.pressure import PressureLadder
 from services.scheduler.rank_stream import RankStream
 from services.scheduler.sessions import Session, Sessions
 from services.scheduler.sizing import GroupSize
@@ -61,6 +62,8 @@ class GroupLoop:
     ranks_meet_in_flips: bool = False
     """Whether a flip moves bytes between ranks."""
     holds: Holds | None = None
+    pressure: PressureLadder | None = None
+    """None: memory is not watched."""
     run: GenerationRun | None = None
     """The generation that serves; None between two."""
     flips: Flips | None = None
@@ -168,6 +171,8 @@ class GroupLoop:
             deliver=self.sessions.deliver,
             on_finished=self._on_finished,
         )
+        if self.pressure is not None:
+            run.relieve = partial(self.pressure.look, run.batcher)
         flips = self._flips_of(run)
         self.progress.enter(Phase.WORKING, "every rank to answer RESET", self.deadlines.boot_s)
         try:

@@ -31,7 +31,7 @@ COUNTS = {
         "Known tokens of requests that returned after preemption",
     ),
     "num_resumed_cached_tokens": ("flipmesh_scheduler_resumed_cached_tokens", "Of these, found in the prefix cache"),
-    "num_preemptions": ("flipmesh_scheduler_preemptions", "Requests sent back to the queue for their blocks"),
+    "num_preemptions": ("flipmesh_scheduler_preemptions", "Requests sent back to the queue for their blocks or memory"),
     "num_rejected": ("flipmesh_scheduler_rejected_requests", "Requests not taken"),
 }
 """Fields of `Tally` and their counters."""

@@ -9,6 +9,7 @@ from services.core.layout import LayoutError
 from services.core.ledger import Ledger
 from services.formats.geometry import ModelGeometry
 from services.mesh.errors import ConfigurationError
+from services.mesh.host_memory import HostMemoryReader
 from services.mesh.limits import SHUTDOWN_GRACE_S
 from services.mesh.memory_plan import Model, asked_by, plan_memory, price_line
 from services.mesh.model_files import open_model
@@ -18,6 +19,7 @@ from services.scheduler.generation_mint import GenerationMint
 from services.scheduler.joining import WorkerFinder
 from services.scheduler.loop import GroupLoop
 from services.scheduler.meters import Meters
+from services.scheduler.pressure import PressureLadder
 from services.scheduler.server import SchedulerServer
 from services.scheduler.sessions import Sessions
 from services.scheduler.sizing import GroupSize, free_memory_bytes, size_group
@@ -59,7 +61,19 @@ def make_loop(shell: Shell, size: GroupSize) -> GroupLoop:
         peers=shell.peers,
         ranks_meet_in_flips=settings.group.mode != "shared",
         holds=shell.holds,
+        pressure=_ladder(shell, size),
     )
+
+
+def _ladder(shell: Shell, size: GroupSize) -> PressureLadder | None:
+    """None where no floor is set, or where pools are not in the memory that it is the floor of."""
+    group = shell.settings.group
+    if not group.free_floor_bytes:
+        return None
+    if group.device != "cpu":
+        shell.log.info("pressure-not-watched", device=group.device, reason="pools are not in host memory")
+        return None
+    return PressureLadder(group.free_floor_bytes, size.block_bytes, shell.log, HostMemoryReader())
 
 
 async def _size(shell: Shell) -> GroupSize:

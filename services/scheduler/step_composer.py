@@ -48,6 +48,8 @@ class StepDraft:
     admitted: list[Admitted] = field(default_factory=list)
     num_tokens: int = 0
     tokens_through: Sequence | None = None
+    owned_end: int = 0
+    """One above the highest block that had an owner when it was written."""
 
 
 @dataclass(slots=True)
@@ -59,6 +61,13 @@ class StepComposer:
     queue: WaitingQueue
     tables: BlockTables
     tally: Tally
+    admits: bool = True
+    """False: memory is short, and a request enters only an empty batch."""
+
+    @property
+    def num_admissible(self) -> int:
+        """Queued requests that may enter, as far as indexes go."""
+        return min(len(self.queue), self.residents.num_free if self.admits else int(not len(self.residents)))
 
     def compose(self, sequence: Sequence, window: StepWindow) -> StepDraft | None:
         """The next step under `sequence`, or None where no request has anything to compute now.
@@ -74,13 +83,14 @@ class StepComposer:
         # Never so little that prompts starve beside many rows.
         num_left = min(limits.max_batch_tokens - draft.num_tokens, max(BLOCK_SLOTS, num_tokens - draft.num_tokens))
         budget = ChunkBudget(num_left, limits.chunk_tokens, limits.attention_parity_tokens)
-        num_admissible = min(len(self.queue), self.residents.num_free)
+        num_admissible = self.num_admissible
         share = window.prefill_share(len(prefilling) + num_admissible)
         for request in prefilling[:share]:
             self._add_chunk(draft, request, budget, sequence)
         self._admit(draft, min(num_admissible, share - len(prefilling)), budget, sequence)
         for request in draft.prefilled:
             self.tables.publish(request)
+        draft.owned_end = self.tables.pool.owned_end
         return draft if draft.rows else None
 
     def _decode(self, draft: StepDraft, sequence: Sequence, window: StepWindow) -> None:
@@ -102,12 +112,12 @@ class StepComposer:
                 draft.plan.block_id.append(block)
                 continue
             victim = self.residents.youngest
-            self._preempt(victim)
+            self.preempt(victim)
             if victim is request:
                 return False
         return True
 
-    def _preempt(self, victim: Request) -> None:
+    def preempt(self, victim: Request) -> None:
         """Back to the queue at its place; results in flight still count until it is admitted again."""
         self.residents.leave(victim)
         self.residents.free(victim)

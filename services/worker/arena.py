@@ -21,7 +21,6 @@ from services.core.ids import LayoutKind, Rank
 from services.core.layout import Span
 from services.formats.ggml_types import GgmlType, row_bytes
 from services.worker.backing import Backing
-from services.worker.chunks import CHUNK_BYTES, Checksum, chunk_checksums
 
 _Extent = tuple[bool, int, int]
 """(in staging, first page, end)."""
@@ -151,11 +150,6 @@ class Arena:
             aside.append((kept, destination))
             page += num_pages
         return aside
-
-    def checksums(self, pages: Iterable[Span], checksum: Checksum, chunk_bytes: int = CHUNK_BYTES) -> tuple[int, ...]:
-        """Of each run of pages, in chunks, one after the other."""
-        runs = (self.run(span.begin, len(span)) for span in pages)
-        return tuple(value for run in runs for value in chunk_checksums(run, checksum, chunk_bytes))
 
     def close(self) -> None:
         """Returns all memory; views must not be touched from here on."""

@@ -25,7 +25,7 @@ NOTHING = Span(0, 0)
 
 
 class PoolRefusedError(BackingError):
-    """What was asked would lose rows; nothing was changed."""
+    """Ranges that cannot hold every id; nothing was taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,14 @@ class PlaneShape:
             end = high
         if begin < end:
             yield begin, end
+
+    def gaps(self, held: Span, num_blocks: int, piece_bytes: int, num_bytes: int) -> Iterator[tuple[int, int]]:
+        """Yields the rest of `num_bytes`, rising and disjoint: bytes without any row of the blocks `held`."""
+        begin = 0
+        for first, end in (*self.pieces(held, num_blocks, piece_bytes), (num_bytes, num_bytes)):
+            if begin < first:
+                yield begin, first
+            begin = end
 
 
 class ExclusivePools:
@@ -122,10 +130,9 @@ class ExclusivePools:
 
     def keep(self, kind: LayoutKind, blocks: Span) -> int:
         """Returns all pages of a pool that have no row of these blocks; their bytes."""
-        backing, freed, begin = self._backings[kind], 0, 0
-        for first, end in (*self._pieces(kind, blocks), (backing.num_bytes, backing.num_bytes)):
-            freed += backing.release(begin, first)
-            begin = end
+        backing, shape = self._backings[kind], self._shapes[kind]
+        gaps = shape.gaps(blocks, self.num_blocks, backing.piece_bytes, backing.num_bytes)
+        freed = sum(backing.release(begin, end) for begin, end in gaps)
         self.held[kind] = blocks
         return freed
 
@@ -144,31 +151,6 @@ class ExclusivePools:
                 raise MissingMemoryError(
                     "KV pools at the seam", needed_bytes, free, margin_bytes, f" after {deadline_s:g} s"
                 )
-
-    def flush(self) -> int:
-        """Zeroes what has pages of the pools and skips the rest; returns the bytes."""
-        num_bytes = 0
-        for kind, blocks in self.held.items():
-            for begin, end in self._pieces(kind, blocks):
-                self._backings[kind].flat[begin:end].zero_()
-                num_bytes += end - begin
-        return num_bytes
-
-    def release_above(self, kind: LayoutKind, num_blocks: int, own_live_blocks: int) -> int:
-        """Releases pages that hold only rows of blocks from `num_blocks` on; returns their bytes.
-
-        `own_live_blocks`: one above the highest block that this rank itself knows of, in its block tables and in a
-        pending FLIP entry.
-
-        Raises:
-            PoolRefusedError: that is above `num_blocks`; nothing was released.
-        """
-        if num_blocks < own_live_blocks:
-            raise PoolRefusedError(
-                f"blocks from {num_blocks} on are to be released, this rank knows of live ones below {own_live_blocks}"
-                ": the caller's live set leaves some out"
-            )
-        return self.keep(kind, Span(0, num_blocks))
 
     def held_bytes(self) -> int:
         """Memory of both ranges, by the system's account."""

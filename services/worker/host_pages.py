@@ -2,7 +2,7 @@
 
 Backing allocates in the file, so that a full system is an error here and not a signal at first touch; releasing takes
 the right to touch away and punches a hole, which returns the memory at once, for every process that maps the file.
-(Advice to the kernel about a shared mapping returns nothing.)
+(MADV_DONTNEED on a shared mapping returns nothing.)
 
 Invariants: a descriptor belongs to one `HostPages`, which begins with no page, whatever an earlier owner left there.
 Whoever else maps it sees zeros in holes, and by touching one would allocate it again: peers map only what they use.

@@ -7,13 +7,16 @@ first: layer, keys then values, block, KV head, slot, element; float32. A fresh 
 """
 
 from copy import copy
+from mmap import PAGESIZE
 from typing import Protocol, Self
 
 import torch
 
 from services.core.blocks import kv_block_bytes
 from services.core.ids import BLOCK_SLOTS
+from services.core.layout import Span
 from services.formats.geometry import ModelGeometry
+from services.worker.exclusive_pools import PlaneShape
 from services.worker.shared_memory import SharedRegion
 
 FLOAT_BYTES = 4
@@ -70,11 +73,19 @@ class KvPool:
         self.copied_kv_heads: tuple[int, ...] = ()
         num_columns = geometry.num_kv_heads + num_copies
         self.num_bytes = num_blocks * kv_block_bytes(geometry.num_layers, num_columns, geometry.head_dim, FLOAT_BYTES)
-        region = SharedRegion("KV pool", fd, self.num_bytes)
+        self._shape = PlaneShape(2 * geometry.num_layers, self.num_bytes // (2 * geometry.num_layers * num_blocks))
+        self._region = region = SharedRegion("KV pool", fd, self.num_bytes)
         shape = (geometry.num_layers, 2, num_blocks, num_columns, BLOCK_SLOTS, geometry.head_dim)
         planes = region.tensor(torch.float32, shape)
         self.keys: tuple[torch.Tensor, ...] = tuple(layer[0] for layer in planes)
         self.values: tuple[torch.Tensor, ...] = tuple(layer[1] for layer in planes)
+
+    def release_above(self, num_blocks: int) -> int:
+        """Returns pages that have only rows of blocks from `num_blocks` on, for all ranks; the bytes of memory."""
+        before, held = self._region.held_bytes(), Span(0, num_blocks)
+        for begin, end in self._shape.gaps(held, self.num_blocks, PAGESIZE, self.num_bytes):
+            self._region.release(begin, end)
+        return max(0, before - self._region.held_bytes())
 
     def seen(self, first_kv_head: int, copied_kv_heads: tuple[int, ...] = ()) -> Self:
         """The same bytes as one rank reads and writes them under one layout."""

@@ -65,6 +65,19 @@ class RankMemory(Protocol):
     def open_pools(self, num_blocks: int, kind: LayoutKind) -> Mapping[LayoutKind, Pool]:
         """Pools of `num_blocks` for both layouts, at RESET, of which `kind` is in force; earlier ones are gone."""
 
+    def release_above(self, num_blocks: int) -> int:
+        """Returns memory that has only rows of blocks from `num_blocks` on; bytes, by the system's account.
+
+        Before a step is computed, and with no rank at a step that has such rows; those ids may come back in later ones.
+        """
+
+    def back_below(self, num_blocks: int) -> None:
+        """Rows of blocks below `num_blocks` may be written from here on: has their memory back where touching does not.
+
+        Raises:
+            BackingError: there is none.
+        """
+
     def plan(self, flip: FlipEntry) -> FlipPlan:
         """What the flip would move; never raises for what the entry says."""
 
@@ -115,7 +128,8 @@ class SharedMemory:
         geometry: ModelGeometry,
         layouts: Mapping[LayoutKind, Layout],
     ) -> None:
-        self._store, self._pool_fd, self._geometry = store, pool_fd, geometry
+        self._rank, self._store, self._pool_fd, self._geometry = rank, store, pool_fd, geometry
+        self._pool: KvPool | None = None
         tp = layouts[LayoutKind.TP]
         self._pooled = pooled_heads(tp, geometry.num_kv_heads)
         self._first_kv_head = tp.shares[rank].kv_heads.begin - self._pooled.places[rank].begin
@@ -132,8 +146,15 @@ class SharedMemory:
     def open_pools(self, num_blocks: int, kind: LayoutKind) -> Mapping[LayoutKind, Pool]:
         """See RankMemory: one pool for both."""
         copied = self._pooled.copied
-        pool = KvPool(self._pool_fd, self._geometry, num_blocks, len(copied))
+        self._pool = pool = KvPool(self._pool_fd, self._geometry, num_blocks, len(copied))
         return {LayoutKind.PP: pool.seen(0, copied), LayoutKind.TP: pool.seen(self._first_kv_head)}
+
+    def release_above(self, num_blocks: int) -> int:
+        """See RankMemory: by rank 0 for all; no rank is beyond the step that it is about to begin."""
+        return 0 if self._rank or self._pool is None else self._pool.release_above(num_blocks)
+
+    def back_below(self, num_blocks: int) -> None:
+        """See RankMemory: by touching."""
 
     def plan(self, flip: FlipEntry) -> FlipPlan:
         """See RankMemory: nothing moves, everything fits."""

@@ -138,6 +138,13 @@ class ResidentTable:
         """Places held."""
         return int(np.count_nonzero(self.admitted_at != _FREE))
 
+    @property
+    def blocks_end(self) -> int:
+        """One above the highest block of any table of a place that is held."""
+        in_table = np.arange(self.blocks.shape[1]) < self.num_blocks[:, None]
+        is_held = (self.admitted_at != _FREE)[:, None]
+        return int(self.blocks.max(initial=-1, where=in_table & is_held)) + 1
+
     def apply_deltas(self, plan: StepPlan, sequence: Sequence) -> None:
         """Applies a step's released, admitted and appended blocks, in this order.
 

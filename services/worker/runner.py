@@ -24,6 +24,7 @@ from services.core.step import AbandonEntry, CommitEntry, FlipEntry, LogEntry, R
 from services.formats.geometry import ModelGeometry
 from services.worker.batch import Batch, make_batch
 from services.worker.collectives import Carrier
+from services.worker.dead_pages import Released, settle_pages
 from services.worker.device import HOST, RankDevice
 from services.worker.holders import Held, LayoutHolder, switch_all
 from services.worker.id_space import check_id_space
@@ -121,6 +122,10 @@ def _unheard(answer: FlipAnswer) -> None:
     """Where nobody listens: a rank driven without a service."""
 
 
+def _unlogged(released: Released) -> None:
+    """Where nobody writes a log."""
+
+
 class Runner:
     """One rank. Use from one thread; `state` may be read from any."""
 
@@ -147,6 +152,8 @@ class Runner:
         self._times = _StepTimes()
         self.notice: Callable[[FlipAnswer], None] = _unheard
         """Hears, at once and on this thread, where this rank is in a flip."""
+        self.on_release: Callable[[Released], None] = _unlogged
+        """Hears, on this thread, what was given back."""
         self.holders: list[LayoutHolder] = []
         """What is switched by a COMMIT besides the stage."""
         self.follower = LogFollower()
@@ -295,6 +302,8 @@ class Runner:
         self._record(RecordKind.TOKENS_AWAITED, sequence)
         self._apply_tokens(resident, max(plan.tokens_through or 0, sequence - MAX_UNREAD_STEPS))
         resident.apply_deltas(plan, sequence)
+        if (released := settle_pages(self._memory, resident, plan)) is not None:
+            self.on_release(released)
         rows = resident.rows(plan)
         input_ids = resident.input_ids(rows)
         self._chain(sequence, rows, input_ids)

@@ -26,6 +26,7 @@ from services.mesh.errors import ConfigurationError
 from services.mesh.progress import Phase
 from services.mesh.shell import Shell
 from services.worker.boot import Rig, build_rig
+from services.worker.dead_pages import Released
 from services.worker.held_rank import held_commands
 from services.worker.ledger_report import memory_line
 from services.worker.ring import RingWriter
@@ -41,6 +42,7 @@ class WorkerServer(WorkerServiceServicer):
 
     def __init__(self, shell: Shell, rig: Rig) -> None:
         self._shell, self._rig = shell, rig
+        rig.runner.on_release = self._log_release
         self.stream: StepStream | None = None
         self._begun = anyio.Event()
         self.ended = anyio.Event()
@@ -93,6 +95,18 @@ class WorkerServer(WorkerServiceServicer):
             self._sampled.inc(len(report.tokens.token_ids))
             self._non_finite.inc(len(report.tokens.non_finite))
         self._shell.progress.beat()
+
+    def _log_release(self, released: Released) -> None:
+        """On the model thread."""
+        if not released.is_refused:
+            self._shell.log.info("blocks-released", dead_from=released.dead_from, bytes=released.num_bytes)
+            return
+        self._shell.log.warning(
+            "release-refused",
+            dead_from=released.dead_from,
+            own_end=released.own_end,
+            reason="this rank has tables with blocks that are said to be dead: the pages stay",
+        )
 
     def fill_status(self, status: introspection_pb2.GetStatusResponse) -> None:
         """Writes what only a worker has."""

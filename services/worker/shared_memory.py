@@ -10,6 +10,8 @@ from math import prod
 
 import torch
 
+from services.worker.host_pages import STAT_BLOCK_BYTES
+
 
 class RegionError(OSError):
     """The system would not size or map a region; the message names the region and its bytes."""
@@ -19,7 +21,7 @@ class SharedRegion:
     """A writable mapping of the first `num_bytes` of a memfd; the mapping lives as long as any tensor on it."""
 
     def __init__(self, name: str, fd: int, num_bytes: int) -> None:
-        self.name, self.num_bytes = name, num_bytes
+        self.name, self.num_bytes, self._fd = name, num_bytes, fd
         try:
             if os.fstat(fd).st_size < num_bytes:
                 os.ftruncate(fd, num_bytes)
@@ -34,6 +36,14 @@ class SharedRegion:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         except OSError:
             return
+
+    def release(self, begin: int, end: int) -> None:
+        """Makes bytes [begin, end), whole pages, a hole for every process: zero when next touched."""
+        self._map.madvise(mmap.MADV_REMOVE, begin, end - begin)
+
+    def held_bytes(self) -> int:
+        """Memory of the file, by the file system's count."""
+        return os.fstat(self._fd).st_blocks * STAT_BLOCK_BYTES
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], offset_bytes: int = 0) -> torch.Tensor:
         """A view of `shape` at `offset_bytes`, sharing the region's memory."""

@@ -41,6 +41,7 @@ from services.scheduler.joining import WorkerFinder
 from services.scheduler.limits import BatchLimits
 from services.scheduler.loop import GroupLoop
 from services.scheduler.meters import Meters
+from services.scheduler.pressure import PressureLadder
 from services.scheduler.rank_stream import RankStream
 from services.scheduler.server import SchedulerServer
 from services.scheduler.sessions import Sessions
@@ -252,9 +253,11 @@ async def running_group(
     limits: BatchLimits | None = None,
     deadlines: DeadlineSettings | None = None,
     workers: list[ToyWorker] | None = None,
+    pressure: PressureLadder | None = None,
 ) -> AsyncIterator[ToyGroup]:
     """A group with its workers; all of it is gone afterwards."""
     group = ToyGroup(root, log, kind, limits or limits_of(), deadlines or DeadlineSettings())
+    group.loop.pressure = pressure
     descriptor = pb.DESCRIPTOR.services_by_name["SchedulerService"]
     group.server.add(add_SchedulerServiceServicer_to_server, SchedulerServer(group.loop), descriptor)
     async with group.server.running(is_serving=False), anyio.create_task_group() as tasks:

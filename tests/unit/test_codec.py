@@ -86,6 +86,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
         row_num_tokens=column(rows),
         sampled_row=draw(st.lists(u32, max_size=2)),
         tokens_through=draw(st.none() | u64.map(Sequence)),
+        dead_from=draw(st.none() | u32.map(BlockId)),
     )
 
 

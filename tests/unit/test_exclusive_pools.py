@@ -141,40 +141,18 @@ def test_room_is_waited_for_and_refused_with_numbers() -> None:
         pools.wait_for_room(21, margin_bytes=10, deadline_s=0)
 
 
-@pytest.mark.parametrize("kind", [PP, TP])
-def test_a_flush_zeroes_what_has_pages_and_skips_the_rest(kind: LayoutKind) -> None:
-    pools = pools_on(Device(1 << 30))
-    assert pools.flush() == 0, "nothing is held yet"
-    pools.build(kind)
-    planes(pools, kind).fill_(1)
-    held = pools.held_bytes()
-    assert pools.flush() == held and not planes(pools, kind).any()
-    assert pools.held_bytes() == held, "the other pool was not grown by a zero"
-
-
 def test_pages_above_the_highest_live_row_are_released_and_had_again() -> None:
     pools = pools_on(Device(1 << 30), {PP: PlaneShape(4, 16384), TP: PlaneShape(12, 8192)})
     pools.build(PP)
     rows = planes(pools, PP)
     rows.copy_(torch.arange(1, 5, dtype=torch.uint8)[:, None, None].expand_as(rows))
     whole = pools.held_bytes()
-    freed = pools.release_above(PP, 30, own_live_blocks=30)
+    freed = pools.keep(PP, Span(0, 30))
     dead = whole * (NUM_BLOCKS - 30) // NUM_BLOCKS
     assert dead - len(rows) * 2 * PIECE < freed <= dead and pools.held_bytes() == whole - freed
     assert rows[:, :30].eq(torch.arange(1, 5, dtype=torch.uint8)[:, None, None]).all()
-    assert pools.flush() == whole - freed, "only what is backed is touched"
     pools.back(PP, pools.every_block)
-    assert pools.held_bytes() == whole and not rows.any()
-
-
-def test_a_rank_refuses_to_release_what_it_knows_is_live() -> None:
-    """T: check and safety net do not share a blind spot."""
-    pools = pools_on(Device(1 << 30))
-    pools.build(PP)
-    planes(pools, PP).fill_(6)
-    with pytest.raises(PoolRefusedError, match=r"from 8 on .* live ones below 40"):
-        pools.release_above(PP, 8, own_live_blocks=40)
-    assert pools.held_bytes() == PP_BYTES and planes(pools, PP).eq(6).all()
+    assert pools.held_bytes() == whole and not rows[:, 32:].any(), "from the first whole piece on"
 
 
 def test_a_pool_smaller_than_the_id_space_is_refused() -> None:
@@ -190,5 +168,5 @@ def test_a_rank_without_heads_takes_part() -> None:
     pools.build(PP)
     pools.keep(PP, Span(96, 96))
     pools.back(TP, pools.every_block)
-    assert pools.held_bytes() == 0 and pools.flush() == 0
-    assert pools.release_above(TP, 0, 0) == 0
+    assert pools.held_bytes() == 0
+    assert pools.keep(TP, Span(0, 0)) == 0

@@ -102,6 +102,9 @@ class ToyRank:
             assert position == len(self.places[index].blocks)
             self.places[index].blocks.append(block)
 
+        if plan.dead_from is not None:
+            self.slots = {slot: held for slot, held in self.slots.items() if slot < plan.dead_from * BLOCK_SLOTS}
+
     def _apply_board(self, through: Sequence | None) -> None:
         left = []
         for sequence, index, position, token in self.board:

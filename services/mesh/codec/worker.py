@@ -110,6 +110,7 @@ def _plan_to_proto(plan: StepPlan) -> pb.StepPlan:
         row_num_tokens=plan.row_num_tokens,
         sampled_row=plan.sampled_row,
         tokens_through=plan.tokens_through,
+        dead_from=plan.dead_from,
     )
 
 
@@ -130,6 +131,7 @@ def _plan_from_proto(message: pb.StepPlan) -> StepPlan:
         row_num_tokens=list(message.row_num_tokens),
         sampled_row=list(message.sampled_row),
         tokens_through=Sequence(message.tokens_through) if message.HasField("tokens_through") else None,
+        dead_from=BlockId(message.dead_from) if message.HasField("dead_from") else None,
     )
 
 

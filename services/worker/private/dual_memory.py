@@ -59,6 +59,14 @@ class DualMemory:
         """See RankMemory."""
         return self._rows.open(num_blocks, kind)
 
+    def release_above(self, num_blocks: int) -> int:
+        """See RankMemory."""
+        return self._rows.release_above(num_blocks)
+
+    def back_below(self, num_blocks: int) -> None:
+        """See RankMemory."""
+        self._rows.back_below(num_blocks)
+
     def plan(self, flip: FlipEntry) -> FlipPlan:
         """See RankMemory."""
         return self._rows.plan(flip)

@@ -97,6 +97,22 @@ class ExclusiveRows:
         sizes = (of_window, self._sizes.message_bytes(self._wire.bounds.chunk_bytes))
         return SeamStaging(*(torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes))
 
+    def release_above(self, num_blocks: int) -> int:
+        """See RowPools: of the one that has pages."""
+        memory, kind = self._in_force()
+        return memory.keep(kind, Span(0, min(num_blocks, memory.held[kind].end)))
+
+    def back_below(self, num_blocks: int) -> None:
+        """See RowPools: its views must not be touched where there are no pages."""
+        memory, kind = self._in_force()
+        if num_blocks > memory.held[kind].end:
+            memory.back(kind, Span(0, num_blocks))
+
+    def _in_force(self) -> tuple[ExclusivePools, LayoutKind]:
+        assert self._memory is not None, "pools are opened by RESET"
+        held = self._memory.held
+        return self._memory, max(held, key=lambda kind: len(held[kind]))
+
     def plan(self, flip: FlipEntry) -> FlipPlan:
         """See RowPools: equal hashes mean equal windows and legs; refused where the seam has no room."""
         self._pending = None
@@ -110,6 +126,8 @@ class ExclusiveRows:
                 self._passages(flip.target, list(windows(flip.live_runs, num_blocks, self._window_blocks)))
             )
             self._wait_for_room(flip.target, self._wire.bounds.verdict_wait_s)
+            # What was released while memory was short: the seam takes turns with a whole pool.
+            self.back_below(num_blocks)
         except (LayoutError, MissingMemoryError) as error:
             return FlipPlan(0, str(error))
         self._pending = _Pending(flip, passages)

@@ -49,6 +49,14 @@ class ImageMemory:
         self._settle_weights(kind)
         return self._rows.open(num_blocks, kind)
 
+    def release_above(self, num_blocks: int) -> int:
+        """See RankMemory."""
+        return self._rows.release_above(num_blocks)
+
+    def back_below(self, num_blocks: int) -> None:
+        """See RankMemory."""
+        self._rows.back_below(num_blocks)
+
     def plan(self, flip: FlipEntry) -> FlipPlan:
         """See RankMemory: refused where the image is not in memory, after a wait that is bounded."""
         rows = self._rows.plan(flip)

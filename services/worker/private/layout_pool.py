@@ -7,6 +7,8 @@ it is first touched, but where its memory is given: then whoever gives it says w
 layers or blocks has no bytes.
 """
 
+from mmap import PAGESIZE
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,8 @@ from services.core.ids import BLOCK_SLOTS, BlockId
 from services.core.kv_reshard import ALL_BLOCKS, BlockRuns, BlockShare, Holding
 from services.core.layout import Span
 from services.worker.device import HOST, RankDevice
+from services.worker.exclusive_pools import PlaneShape
+from services.worker.private.private_bytes import return_pages
 
 FLOAT_BYTES = 4
 
@@ -43,6 +47,7 @@ class LayoutPool:
         self.num_bytes = torch.Size(shape).numel() * FLOAT_BYTES
         if memory is None:
             memory = device.zeros(self.num_bytes)
+        self._memory = memory
         planes = memory[: self.num_bytes].view(torch.float32).view(shape)
         own = range(layers.begin, layers.end)
         self.keys = {layer: planes[layer - layers.begin, 0] for layer in own}
@@ -52,6 +57,13 @@ class LayoutPool:
     def first_kv_head(self) -> int:
         """The model's head at place 0 of a plane."""
         return self.kv_heads.begin
+
+    def release_above(self, num_blocks: int) -> int:
+        """Returns pages of private host memory that have only rows of blocks from `num_blocks` on; their bytes."""
+        num_planes = 2 * len(self.layers)
+        shape = PlaneShape(num_planes, self.num_bytes // max(num_planes * self.num_own_blocks, 1), self.holding.blocks)
+        gaps = shape.gaps(Span(0, num_blocks), self.num_blocks, PAGESIZE, self.num_bytes)
+        return sum(return_pages(self._memory, begin, end) for begin, end in gaps)
 
     def planes(self, layers: Span) -> Planes:
         """Keys and values of these layers, in the order in which both sides of a leg name them."""

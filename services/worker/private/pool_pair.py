@@ -59,6 +59,15 @@ class PoolPair:
             )
         return self.pools
 
+    def release_above(self, num_blocks: int) -> int:
+        """See RowPools: nothing on a CUDA device, whose allocations are only released whole."""
+        if self._device.is_cuda:
+            return 0
+        return sum(pool.release_above(num_blocks) for pool in self.pools.values())
+
+    def back_below(self, num_blocks: int) -> None:
+        """See RowPools: by touching."""
+
     def plan(self, flip: FlipEntry) -> FlipPlan:
         """See RowPools: equal hashes mean equal legs."""
         self._pending = None

@@ -15,6 +15,12 @@ class RowPools(Protocol):
     def open(self, num_blocks: int, kind: LayoutKind) -> Mapping[LayoutKind, Pool]:
         """Pools of equal ids, of which `kind` is in force; those of an earlier call are gone."""
 
+    def release_above(self, num_blocks: int) -> int:
+        """See RankMemory: of both layouts' pools."""
+
+    def back_below(self, num_blocks: int) -> None:
+        """See RankMemory: of the pool in force."""
+
     def plan(self, flip: FlipEntry) -> FlipPlan:
         """A rank's verdict on moving the live rows; nothing is touched."""
 
