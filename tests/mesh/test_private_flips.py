@@ -104,7 +104,10 @@ WEIGHTS_BYTES = 30_000_000
 """Less than what a flip between two even layouts of SmolLM2-135M brings to both ranks together."""
 
 
-@pytest.mark.parametrize(("num_ranks", "carrier"), [(2, "shm"), (3, "shm"), (2, "gloo")])
+@pytest.mark.parametrize(
+    ("num_ranks", "carrier"),
+    [(2, "shm"), pytest.param(3, "shm", marks=pytest.mark.slow), pytest.param(2, "gloo", marks=pytest.mark.slow)],
+)
 async def test_answers_hold_while_weights_move_as_well(
     tmp_path: Path, control: list[Heard], num_ranks: int, carrier: str
 ) -> None:
@@ -202,6 +205,7 @@ async def test_a_rank_killed_between_flips_costs_no_stream(tmp_path: Path, contr
             hold_answers(control, load.heard)
 
 
+@pytest.mark.slow
 async def test_three_uneven_ranks_and_a_full_pool(tmp_path: Path, control: list[Heard]) -> None:
     """Streams that do not fit together, so that some are preempted, and every block moves."""
     group = {"mode": "dual", "num_ranks": 3, "pp_layers": [6, 14, 10], "tp_weights": [1.0, 2.0, 1.0]}
