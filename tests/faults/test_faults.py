@@ -13,7 +13,6 @@ from tools.load import Heard
 
 CHOSEN = (
     "shared/mover-entered/tp-pp/mover/kill",
-    "shared/mover-armed/pp-tp/mover/kill",
     "shared/scheduler-outcome/tp-pp/worker-0/pause",
     "shared/worker-parked/pp-tp/worker-1/kill",
 )

@@ -92,6 +92,12 @@ class RankPool:
             pipe.close()
 
 
+def some_slow(*quick: tuple[str, int]) -> list[Any]:
+    """Every carrier with two and three ranks; a deadline takes as long as it is, so all but these are slow."""
+    every = [(carrier, num_ranks) for carrier in CARRIERS for num_ranks in (2, 3)]
+    return [pytest.param(*one, marks=[pytest.mark.slow] * (one not in quick)) for one in every]
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     ranks = RankPool()
@@ -122,8 +128,7 @@ def test_shared_memory_sums_in_rank_order_to_the_same_bits(pool: RankPool, num_r
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize(("carrier", "num_ranks"), some_slow(("shm", 2), ("gloo", 3), ("device", 2)))
 @pytest.mark.parametrize("scenario", ["die_in_sum", "die_before_send", "die_before_recv", "die_in_gather"])
 def test_a_killed_peer_ends_in_a_named_failure(pool: RankPool, carrier: str, num_ranks: int, scenario: str) -> None:
     answers = pool.run(carrier, num_ranks, scenario, ragged=True)
@@ -141,8 +146,7 @@ def test_a_killed_peer_ends_in_a_named_failure(pool: RankPool, carrier: str, num
         assert answers[0]["waited"] > answers[0]["seen"] or scenario == "die_before_recv"
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize(("carrier", "num_ranks"), some_slow(("shm", 3), ("gloo", 2), ("device", 3)))
 def test_tokens_that_never_come_are_a_named_deadline(pool: RankPool, carrier: str, num_ranks: int) -> None:
     answers = pool.run(carrier, num_ranks, "no_tokens", ragged=True)
     for answer in answers[:-1]:

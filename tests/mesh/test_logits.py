@@ -68,8 +68,8 @@ CUTS = {
     "two": (2, None, None),
     "three": (3, None, None),
 }
-SLOW = ("two", "three", "three, uneven")
-"""What the uneven cut of two covers but for the very shares; the three together take minutes."""
+SLOW = ("one rank", "two", "three", "three, uneven")
+"""What the uneven cut of two covers but for the very shares; all together take minutes."""
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,7 @@ async def test_answers_hold_while_weights_move_as_well(
             reported(records)
 
 
+@pytest.mark.slow
 async def test_answers_hold_while_weights_come_from_images(tmp_path: Path, control: list[Heard]) -> None:
     """One image a rank is in memory, the other one on disk; only rows cross between ranks."""
     group = {"mode": "image", "cold_image": True}
@@ -189,6 +190,7 @@ async def test_a_rank_killed_between_flips_reads_its_images_again(tmp_path: Path
             hold_answers(control, load.heard)
 
 
+@pytest.mark.slow
 async def test_a_rank_killed_between_flips_costs_no_stream(tmp_path: Path, control: list[Heard]) -> None:
     """Weights that have moved are gone with the rank: the next generation loads its own and flips as well."""
     with started(tmp_path, group={"mode": "exchange"}, policy={"mode": "manual"}) as mesh:

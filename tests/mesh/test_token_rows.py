@@ -61,15 +61,15 @@ BY_HEADS = (
 )
 
 
-def cuts(*few: Cut, slow: Sequence[Cut]) -> list[Any]:
+def cuts(*those: Cut) -> list[Any]:
     def name(cut: Cut) -> str:
         return f"{cut.mode}, {cut.kv_tokens or f'heads {cut.tp_weights}'}"
 
-    marked = [pytest.param(cut, id=name(cut), marks=pytest.mark.slow) for cut in slow]
-    return [pytest.param(cut, id=name(cut)) for cut in few] + marked
+    return [pytest.param(cut, id=name(cut)) for cut in those]
 
 
-@pytest.mark.parametrize("cut", cuts(TWO, slow=[THREE, FOUR, COPIES]))
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", cuts(TWO, THREE, FOUR, COPIES))
 def test_logits_are_transformers(model: Path, reference: Any, cut: Cut) -> None:
     """Prompts whole and in chunks, decoded in TP, in PP after the rows have moved, and in TP again."""
     with rank_processes(cut.spec(model, LogitsKeeper)) as ranks:
@@ -87,7 +87,8 @@ def test_logits_are_transformers(model: Path, reference: Any, cut: Cut) -> None:
             check(reference, ranks, log.requests[index][:-1], log.requests[0][:-1])
 
 
-@pytest.mark.parametrize("cut", cuts(slow=[TWO, THREE, FOUR, *BY_HEADS]))
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", cuts(TWO, THREE, FOUR, *BY_HEADS))
 def test_every_live_row_keeps_its_bits_there_and_back(model: Path, cut: Cut) -> None:
     seed = secrets.randbits(32)
     sys.stdout.write(f"seed {seed}\n")
@@ -132,10 +133,8 @@ GROUPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "group",
-    [pytest.param(group, id=name, marks=[pytest.mark.slow] * (name != "dual")) for name, group in GROUPS.items()],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [pytest.param(group, id=name) for name, group in GROUPS.items()])
 async def test_answers_across_flips_are_the_controls(
     tmp_path: Path, control: list[Heard], group: dict[str, Any]
 ) -> None:
