@@ -61,7 +61,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelFiles, TinyLlam
     return open_model(path), model
 
 
-@pytest.mark.parametrize("mode", ["dual", "exchange", "image"])
+# Rows go the same way in all three.
+@pytest.mark.parametrize(
+    "mode", ["dual", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("exchange", "image"))]
+)
 @pytest.mark.parametrize("live", LIVE.values(), ids=LIVE)
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 def test_to_tp_and_back_every_live_row_keeps_its_bits(
