@@ -152,6 +152,21 @@ async def test_answers_hold_while_pools_take_turns(tmp_path: Path, control: list
             await bench.settled()
 
 
+async def hold_a_killed_rank(mesh: Mesh, control: list[Heard], rank: Rank) -> None:
+    """A rank is killed after a flip, under streams: they go on as without, and so do those of the next generation."""
+    async with bench_of(mesh) as bench:
+        async with bench.streaming(ASKS, 16) as load:
+            assert (await bench.flip(PP)).committed
+            pid = await bench.pid("worker", rank)
+            os.kill(pid, signal.SIGKILL)
+            await bench.until_reborn("worker", pid, rank)
+        hold_answers(control, load.heard)
+        await asyncio.to_thread(mesh.wait_ready)
+        async with bench.streaming(ASKS, 16) as load:
+            assert await flip_until_ended(bench, load)
+        hold_answers(control, load.heard)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 async def test_a_rank_killed_between_flips_takes_rows_with_it_that_no_other_has(
@@ -177,34 +192,14 @@ async def test_a_rank_killed_between_flips_takes_rows_with_it_that_no_other_has(
 async def test_a_rank_killed_between_flips_reads_its_images_again(tmp_path: Path, control: list[Heard]) -> None:
     group = {"mode": "image", "cold_image": True, "num_ranks": 3, "pp_layers": [8, 12, 10]}
     with started(tmp_path, group=group, policy={"mode": "manual"}) as mesh:
-        async with bench_of(mesh) as bench:
-            async with bench.streaming(ASKS, 16) as load:
-                assert (await bench.flip(PP)).committed
-                pid = await bench.pid("worker", Rank(2))
-                os.kill(pid, signal.SIGKILL)
-                await bench.until_reborn("worker", pid, Rank(2))
-            hold_answers(control, load.heard)
-            await asyncio.to_thread(mesh.wait_ready)
-            async with bench.streaming(ASKS, 16) as load:
-                assert await flip_until_ended(bench, load)
-            hold_answers(control, load.heard)
+        await hold_a_killed_rank(mesh, control, Rank(2))
 
 
 @pytest.mark.slow
 async def test_a_rank_killed_between_flips_costs_no_stream(tmp_path: Path, control: list[Heard]) -> None:
     """Weights that have moved are gone with the rank: the next generation loads its own and flips as well."""
     with started(tmp_path, group={"mode": "exchange"}, policy={"mode": "manual"}) as mesh:
-        async with bench_of(mesh) as bench:
-            async with bench.streaming(ASKS, 16) as load:
-                assert (await bench.flip(PP)).committed
-                pid = await bench.pid("worker", Rank(1))
-                os.kill(pid, signal.SIGKILL)
-                await bench.until_reborn("worker", pid, Rank(1))
-            hold_answers(control, load.heard)
-            await asyncio.to_thread(mesh.wait_ready)
-            async with bench.streaming(ASKS, 16) as load:
-                assert await flip_until_ended(bench, load)
-            hold_answers(control, load.heard)
+        await hold_a_killed_rank(mesh, control, Rank(1))
 
 
 @pytest.mark.slow
