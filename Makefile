@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # The installer's own chatter is kept for the case that it fails.
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-BUILT := $(wildcard protos/flipmesh/*/v1/*.proto kernels/native/*.c kernels/native/*.h)
+BUILT := $(wildcard protos/flipmesh/*/v1/*.proto kernels/cpu/native/*.c kernels/cpu/native/*.h)
 
 .DEFAULT_GOAL := help
 .PHONY: help install fetch serve slow test sim faults check fix protos bench clean
@@ -63,7 +63,7 @@ faults: fetch
 
 check: $(INSTALLED)
 	@$(BIN)/ruff format --check -q . && $(BIN)/ruff check -q . && $(BIN)/mypy && $(BIN)/lint-imports --no-cache && \
-		$(BIN)/pytest tests/unit/test_bounds.py
+		$(BIN)/pytest tests/unit/mesh/test_bounds.py
 
 fix: $(INSTALLED)
 	@$(BIN)/ruff check -q --fix . ; $(BIN)/ruff format -q .
@@ -72,8 +72,8 @@ protos: $(INSTALLED)
 	@$(BIN)/python setup.py -q build_protos build_ext --inplace
 
 bench: fetch
-	@$(BIN)/python -m kernels.bench_linear && $(BIN)/python -m kernels.bench_attention && \
-		$(BIN)/python -m kernels.bench_collectives && $(BIN)/python -m tools.bench
+	@$(BIN)/python -m kernels.bench.linear && $(BIN)/python -m kernels.bench.attention && \
+		$(BIN)/python -m kernels.bench.collectives && $(BIN)/python -m tools.bench.run
 
 clean:
 	@rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .hypothesis kernels/*.so

@@ -69,8 +69,8 @@ setup(
     ext_modules=[
         Extension(
             "kernels._native",
-            sources=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "kernels" / "native").glob("*.c")),
-            depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "kernels" / "native").glob("*.h")),
+            sources=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "kernels" / "cpu" / "native").glob("*.c")),
+            depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "kernels" / "cpu" / "native").glob("*.h")),
             # -g0: following variables through the unrolled kernels would double the time an installation takes.
             extra_compile_args=[
                 "-std=gnu11",

@@ -15,15 +15,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from services.core.errors import ConfigurationError
 from services.core.ids import BLOCK_SLOTS
 from services.core.layout import LayoutError
-from services.core.ledger import Capacity, Ceiling, Ledger, MemoryMode, PoolBacking
-from services.mesh.compatibility import CarrierKind, Device
-from services.mesh.errors import ConfigurationError
 from services.mesh.host_memory import HostMemory, HostMemoryReader
-from services.mesh.memory_plan import Asked, Model, asked_by, plan_memory
-from services.mesh.model_files import open_model
-from services.mesh.settings import Settings, load_settings
+from services.mesh.settings.deployment import deployment_of
+from services.mesh.settings.tables import Settings, load_settings
+from services.models.model_files import open_model
+from services.placement.compatibility import CarrierKind, Device
+from services.placement.demand import Deployment, Model, plan_memory
+from services.placement.ledger import Capacity, Ceiling, Ledger, MemoryMode, PoolBacking
 from tools.mesh_client import add_common, mesh_client
 from tools.status import Answers, ask_all
 
@@ -95,15 +96,15 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0: it fits. 1: it does not, in the mode asked for."""
+    """0: it fits. 1: it does not, in the mode deployment for."""
     settings = load_settings(arguments.config)
     measured = {} if arguments.model else asyncio.run(_measured(arguments.config))
     host = HostMemoryReader().read()
     machine = machine_of(arguments, settings, host)
-    asked = asked_of(arguments, settings, others_bytes(arguments, host, measured))
+    deployment = deployment_asked(arguments, settings, others_bytes(arguments, host, measured))
     model = priced_model(arguments.model or settings.model.path or settings.model.name)
-    findings = [find(replace(asked, mode=mode), model, machine) for mode in MemoryMode]
-    chosen = next(finding for finding in findings if finding.mode is asked.mode)
+    findings = [find(replace(deployment, mode=mode), model, machine) for mode in MemoryMode]
+    chosen = next(finding for finding in findings if finding.mode is deployment.mode)
     if arguments.json:
         print(json.dumps(as_json(findings, chosen, machine, measured), indent=2))
     else:
@@ -135,24 +136,21 @@ def _vector(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-def asked_of(arguments: argparse.Namespace, settings: Settings, others: int = 0) -> Asked:
+def deployment_asked(arguments: argparse.Namespace, settings: Settings, others: int = 0) -> Deployment:
     """The deployment of the settings, with what the command line changes."""
-    asked, is_gpu = asked_by(settings), arguments.kind == "gpu"
-    group = asked.group
-    if arguments.ranks is not None and arguments.ranks != group.num_ranks:
-        group = replace(group, num_ranks=arguments.ranks, pp_layers=None, tp_weights=None, kv_tokens=None)
-        group = replace(group, memory_bytes="auto")
-    default = MemoryMode.EXCHANGE if is_gpu else asked.mode
+    stated, is_gpu = deployment_of(settings), arguments.kind == "gpu"
+    if arguments.ranks is not None and arguments.ranks != stated.num_ranks:
+        stated = replace(stated, num_ranks=arguments.ranks, pp_layers=None, tp_weights=None, kv_tokens=None)
+    default = MemoryMode.EXCHANGE if is_gpu else stated.mode
     return replace(
-        asked,
-        group=group,
-        context_tokens=arguments.context or asked.context_tokens,
+        stated,
+        context_tokens=arguments.context or stated.context_tokens,
         mode=MemoryMode(arguments.mode) if arguments.mode else default,
-        backing=PoolBacking(arguments.pools) if arguments.pools else asked.backing,
-        carrier=CarrierKind.NCCL if is_gpu else asked.carrier,
+        backing=PoolBacking(arguments.pools) if arguments.pools else stated.backing,
+        carrier=CarrierKind.NCCL if is_gpu else stated.carrier,
         device=Device.CUDA if is_gpu else Device.CPU,
         kv_element_bytes=arguments.kv_element_bytes,
-        kv_tokens=arguments.kv_tokens or group.token_vector,
+        kv_tokens=arguments.kv_tokens or stated.kv_tokens,
         others_bytes=others,
     )
 
@@ -204,15 +202,17 @@ def priced_model(reference: str | Path) -> Model:
     return Model(files.geometry, files.tensors, sum(len(buffer) for buffer in files.buffers))
 
 
-def find(asked: Asked, model: Model, machine: Machine) -> Finding:
+def find(deployment: Deployment, model: Model, machine: Machine) -> Finding:
     """One mode's ledger and capacity, or why there is none."""
-    if asked.mode is MemoryMode.SHARED:
-        asked = replace(asked, backing=PoolBacking.RESIDENT)
+    if deployment.mode is MemoryMode.SHARED:
+        deployment = replace(deployment, backing=PoolBacking.RESIDENT)
     try:
-        ledger = plan_memory(asked, model)
+        ledger = plan_memory(deployment, model)
     except (ConfigurationError, LayoutError) as error:
-        return Finding(asked.mode, None, None, str(error))
-    return Finding(asked.mode, ledger, _capped(ledger.capacity(machine.budgets, machine.ceilings), machine.max_tokens))
+        return Finding(deployment.mode, None, None, str(error))
+    return Finding(
+        deployment.mode, ledger, _capped(ledger.capacity(machine.budgets, machine.ceilings), machine.max_tokens)
+    )
 
 
 def _capped(capacity: Capacity, max_tokens: int | None) -> Capacity:
@@ -290,7 +290,7 @@ def equalising(finding: Finding, machine: Machine) -> list[int] | None:
 def as_tables(
     findings: list[Finding], chosen: Finding, machine: Machine, measured: dict[str, Measured]
 ) -> list[Table | str]:
-    """Modes, then the terms of the one that was asked for, then its processes if they run."""
+    """Modes, then the terms of the one that was deployment for, then its processes if they run."""
     tables: list[Table | str] = [_modes_table(findings, chosen), _advice(chosen)]
     if chosen.ledger is not None:
         tables.append(_terms_table(chosen.ledger))

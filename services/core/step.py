@@ -6,7 +6,7 @@ entry never depends on anything a rank decides.
 
 from dataclasses import dataclass, field
 
-from services.core.ids import BlockId, Epoch, FlipId, Generation, LayoutKind, RequestId, RequestIndex, Sequence, TokenId
+from services.core.ids import BlockId, Epoch, FlipId, Generation, LayoutKind, LogIndex, RequestId, RequestIndex, TokenId
 from services.core.request import SamplingParams, TokenLogprobs
 
 
@@ -43,7 +43,7 @@ class StepPlan:
     row_num_tokens: list[int] = field(default_factory=list)
     sampled_row: list[int] = field(default_factory=list)
     """Indexes of the rows that sample the token after their last one, rising."""
-    tokens_through: Sequence | None = None
+    tokens_through: LogIndex | None = None
     """The newest step whose sampled ids this one reads; all up to it are applied first."""
     dead_from: BlockId | None = None
     """Memory is short: no block from this one on has an owner, nor any row in a step that some rank may still be at."""
@@ -98,7 +98,7 @@ class LogEntry:
 
     generation: Generation
     epoch: Epoch
-    sequence: Sequence
+    sequence: LogIndex
     entry: Entry
 
 
@@ -117,7 +117,7 @@ class SampledTokens:
 class StepReport:
     """One rank's acknowledgement of one step; `tokens` from the sampling rank alone."""
 
-    sequence: Sequence
+    sequence: LogIndex
     digest: int
     compute_ns: int
     wait_ns: int

@@ -19,11 +19,11 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from services.core.errors import ConfigurationError
 from services.mesh import limits
-from services.mesh.errors import ConfigurationError
-from services.mesh.introspection import Introspection
-from services.mesh.log import Log
-from services.mesh.state_paths import write_atomically
+from services.mesh.logs.log import Log
+from services.mesh.settings.paths import write_atomically
+from services.mesh.telemetry.introspection import Introspection
 
 Servicer = TypeVar("Servicer")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from services.mesh.errors import ConfigurationError
+from services.core.errors import ConfigurationError
 
 _NAMES = MappingProxyType({1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")})
 """(limit, use) by version."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.core.ids import Rank
-from services.mesh.state_paths import process_name
+from services.mesh.settings.paths import process_name
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

@@ -25,26 +25,26 @@ import uvloop
 from flipmesh.common.v1 import debug_pb2
 from flipmesh.common.v1.debug_pb2_grpc import add_DebugServiceServicer_to_server
 
+from services.core.errors import ConfigurationError, GenerationEndedError, refusal_text
 from services.core.ids import Rank
 from services.mesh import limits
-from services.mesh.debug_server import DebugServer
-from services.mesh.errors import ConfigurationError, GenerationEndedError, refusal_text
+from services.mesh.debug.breakpoints import HoldPoint, Holds
+from services.mesh.debug.server import DebugServer
 from services.mesh.grpc_server import GrpcServer
-from services.mesh.holds import HoldPoint, Holds
 from services.mesh.identity import Identity, identify
-from services.mesh.introspection import Introspection
-from services.mesh.lifeline import tie_to_parent
-from services.mesh.log import Log, adopt_foreign_lines
-from services.mesh.log_files import PatientOutput, RotatedFile
-from services.mesh.log_line import Level
-from services.mesh.metrics import Metrics
-from services.mesh.progress import Phase, Progress
+from services.mesh.logs.files import PatientOutput, RotatedFile
+from services.mesh.logs.line import Level
+from services.mesh.logs.log import Log, adopt_foreign_lines
 from services.mesh.rpc import Peers
-from services.mesh.settings import Settings, load_settings
+from services.mesh.settings.paths import StatePaths, hold_lock, process_name
+from services.mesh.settings.tables import Settings, load_settings
 from services.mesh.shell import Shell
-from services.mesh.start_record import write_start_record
-from services.mesh.state_paths import StatePaths, hold_lock, process_name
-from services.mesh.telemetry import Tracing, open_tracing
+from services.mesh.supervisor.parent_death import tie_to_parent
+from services.mesh.telemetry.introspection import Introspection
+from services.mesh.telemetry.metrics import Metrics
+from services.mesh.telemetry.progress import Phase, Progress
+from services.mesh.telemetry.start_record import write_start_record
+from services.mesh.telemetry.traces import Tracing, open_tracing
 
 Main = Callable[[Shell], Awaitable[None]]
 

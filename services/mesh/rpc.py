@@ -17,9 +17,7 @@ import grpc.aio
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from services.core.ids import Rank
-from services.mesh import limits
-from services.mesh.errors import (
+from services.core.errors import (
     DeadlineExceededError,
     EpochRefusedError,
     MeshError,
@@ -27,8 +25,10 @@ from services.mesh.errors import (
     PeerLostError,
     RequestRefusedError,
 )
-from services.mesh.log import Log
-from services.mesh.state_paths import StatePaths, process_name
+from services.core.ids import Rank
+from services.mesh import limits
+from services.mesh.logs.log import Log
+from services.mesh.settings.paths import StatePaths, process_name
 
 Request = TypeVar("Request", contravariant=True)
 Response = TypeVar("Response")

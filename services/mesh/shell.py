@@ -8,16 +8,16 @@ from dataclasses import dataclass
 import anyio
 from opentelemetry.trace import Tracer
 
+from services.mesh.debug.breakpoints import Holds
 from services.mesh.grpc_server import GrpcServer
-from services.mesh.holds import Holds
 from services.mesh.identity import Identity
-from services.mesh.introspection import Introspection
-from services.mesh.log import Log
-from services.mesh.metrics import Metrics
-from services.mesh.progress import Progress
+from services.mesh.logs.log import Log
 from services.mesh.rpc import Peers
-from services.mesh.settings import Settings
-from services.mesh.state_paths import StatePaths
+from services.mesh.settings.paths import StatePaths
+from services.mesh.settings.tables import Settings
+from services.mesh.telemetry.introspection import Introspection
+from services.mesh.telemetry.metrics import Metrics
+from services.mesh.telemetry.progress import Progress
 
 
 @dataclass(frozen=True, slots=True)

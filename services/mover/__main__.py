@@ -4,10 +4,10 @@ import anyio
 from flipmesh.mover.v1 import mover_service_pb2
 from flipmesh.mover.v1.mover_service_pb2_grpc import add_MoverServiceServicer_to_server
 
-from services.core.flip import FlipDeadlines
+from services.core.flip.messages import FlipDeadlines
 from services.mesh.process import run_service
-from services.mesh.progress import Phase
 from services.mesh.shell import Shell
+from services.mesh.telemetry.progress import Phase
 from services.mover.journal import Journal
 from services.mover.server import Mover
 

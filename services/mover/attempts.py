@@ -11,7 +11,9 @@ import anyio
 from flipmesh.mover.v1 import mover_service_pb2 as pb
 from flipmesh.worker.v1 import worker_service_pb2
 
-from services.core.flip import (
+from services.core.flip.attempts import Command, Opened
+from services.core.flip.coordinator import CoordinatorState
+from services.core.flip.messages import (
     Conclude,
     CoordinatorEffect,
     CoordinatorEvent,
@@ -19,10 +21,8 @@ from services.core.flip import (
     JournalEnter,
     SendAssemble,
 )
-from services.core.flip_coordinator import CoordinatorState
 from services.mesh.codec.flip import command_to_proto, outcome_to_proto
-from services.mesh.holds import HoldPoint, Holds
-from services.mover.coordination import Command, Opened
+from services.mesh.debug.breakpoints import HoldPoint, Holds
 from services.mover.history import settle
 
 MAX_EVENTS = 1024

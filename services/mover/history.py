@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from flipmesh.mover.v1 import mover_service_pb2 as pb
 from flipmesh.worker.v1 import worker_service_pb2
 
-from services.core.flip import FlipOutcome
+from services.core.flip.messages import FlipOutcome
+from services.core.flip.records import FlipKey
 from services.mesh.codec.flip import outcome_to_proto
-from services.mover.journal import FlipKey
 
 KEEP_FLIPS = 256
 

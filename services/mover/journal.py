@@ -8,42 +8,13 @@ next start, and what stands behind it is kept. Bounded: a start keeps the newest
 import os
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from services.core.flip import FlipOutcome
+from services.core.flip.messages import FlipOutcome
+from services.core.flip.records import Armed, Concluded, Entered, FlipKey, Record
 from services.core.ids import FlipId, Generation
 
 KEEP_RECORDS = 1024
-
-FlipKey = tuple[Generation, FlipId]
-
-
-@dataclass(frozen=True, slots=True)
-class Armed:
-    """The attempt began."""
-
-    key: FlipKey
-
-
-@dataclass(frozen=True, slots=True)
-class Entered:
-    """The quorum held; from here on everyone follows through."""
-
-    key: FlipKey
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class Concluded:
-    """The attempt ended."""
-
-    key: FlipKey
-    outcome: FlipOutcome
-    reason: str
-
-
-Record = Armed | Entered | Concluded
 
 
 class Journal:

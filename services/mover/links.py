@@ -14,7 +14,7 @@ from flipmesh.worker.v1 import worker_service_pb2 as pb
 from flipmesh.worker.v1.worker_service_pb2_grpc import WorkerServiceStub
 
 from services.core.ids import Rank
-from services.mesh.log import Log
+from services.mesh.logs.log import Log
 from services.mesh.rpc import Peers
 
 RECONNECT_S = 0.1

@@ -14,18 +14,19 @@ from flipmesh.mover.v1.mover_service_pb2_grpc import MoverServiceServicer
 from flipmesh.worker.v1 import worker_service_pb2
 from opentelemetry.trace import Tracer
 
-from services.core.flip import FlipDeadlines, FlipOutcome
+from services.core.flip.attempts import Coordination, OpenAttempt
+from services.core.flip.messages import FlipDeadlines, FlipOutcome
+from services.core.flip.records import Concluded, FlipKey
 from services.core.ids import FlipId, Generation, Rank
 from services.mesh.codec.flip import event_from_proto, outcome_to_proto
+from services.mesh.debug.breakpoints import Holds
 from services.mesh.flip_record import layout_name, state_name
-from services.mesh.holds import Holds
-from services.mesh.log import Log
-from services.mesh.metrics import Metrics
+from services.mesh.logs.log import Log
 from services.mesh.rpc import Peers
+from services.mesh.telemetry.metrics import Metrics
 from services.mover.attempts import Attempt
-from services.mover.coordination import Coordination, OpenAttempt
 from services.mover.history import History, settle
-from services.mover.journal import Concluded, FlipKey, Journal
+from services.mover.journal import Journal
 from services.mover.links import RankLinks
 from services.mover.trace import emit
 

@@ -4,8 +4,8 @@ from flipmesh.policy.v1 import policy_service_pb2
 from flipmesh.policy.v1.policy_service_pb2_grpc import add_PolicyServiceServicer_to_server
 
 from services.mesh.process import run_service
-from services.mesh.progress import Phase
 from services.mesh.shell import Shell
+from services.mesh.telemetry.progress import Phase
 from services.policy.decide import PolicyMode, PolicyRules
 from services.policy.server import Policy
 

@@ -16,7 +16,7 @@ from flipmesh.policy.v1.policy_service_pb2_grpc import PolicyServiceServicer
 
 from services.mesh.codec.common import CodecError, layout_from_proto, layout_to_proto
 from services.mesh.codec.policy import mode_from_proto, mode_to_proto
-from services.mesh.log import Log
+from services.mesh.logs.log import Log
 from services.policy.decide import Advice, LoadSignal, PolicyMode, PolicyRules, advise
 
 LOOK_AGAIN_S = 0.25

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from services.router.refusal import Kind, RefusalError
+from services.router.openai.refusal import Kind, RefusalError
 
 RETRY_AFTER_S = 1
 """What a refused client is told to wait, in seconds: a request takes about as long."""

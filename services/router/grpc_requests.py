@@ -8,9 +8,9 @@ from typing import Literal, get_args
 
 from flipmesh.router.v1 import inference_service_pb2 as pb
 
-from services.router.asked import Asked, RequestBounds
-from services.router.openai import parse_chat, parse_completion
-from services.router.refusal import Kind, RefusalError
+from services.router.openai.refusal import Kind, RefusalError
+from services.router.openai.requests import parse_chat, parse_completion
+from services.router.openai.wanted import InferenceRequest, RequestBounds
 
 _RENAMED = {"n": "num_choices", "max_tokens": "max_output_tokens", "logprobs": "num_logprobs", "messages": "chat"}
 _Optional = Literal[
@@ -26,7 +26,7 @@ _Optional = Literal[
 _OPTIONAL: tuple[_Optional, ...] = get_args(_Optional)
 
 
-def parse_generate(request: pb.GenerateTextRequest, bounds: RequestBounds) -> Asked:
+def parse_generate(request: pb.GenerateTextRequest, bounds: RequestBounds) -> InferenceRequest:
     """The request, validated.
 
     Raises:

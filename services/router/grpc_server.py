@@ -15,15 +15,15 @@ from flipmesh.router.v1.inference_service_pb2_grpc import AdminServiceServicer, 
 from flipmesh.scheduler.v1 import scheduler_service_pb2 as scheduler_pb
 from flipmesh.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
+from services.core.errors import DeadlineExceededError, MeshError
 from services.mesh.codec.common import finish_to_proto, logprobs_to_proto
-from services.mesh.errors import DeadlineExceededError, MeshError
 from services.mesh.rpc import unary
-from services.router.asked import RequestBounds
-from services.router.generation import Generation
 from services.router.grpc_requests import parse_generate
-from services.router.inference import Inference
-from services.router.refusal import Kind, RefusalError
-from services.router.sessions import Choice, Delta
+from services.router.openai.refusal import Kind, RefusalError
+from services.router.openai.wanted import RequestBounds
+from services.router.streams.inference import Inference
+from services.router.streams.open_request import OpenRequest
+from services.router.streams.sessions import Choice, Delta
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -110,7 +110,7 @@ class AdminServicer(AdminServiceServicer):
         return pb.DrainResponse(num_open_requests=self._drain("the server drains: an operator asked for it"))
 
 
-async def _responses(generation: Generation) -> AsyncIterator[pb.GenerateTextResponse]:
+async def _responses(generation: OpenRequest) -> AsyncIterator[pb.GenerateTextResponse]:
     num_running = len(generation.choices)
     async for updates in generation.updates():
         for choice, delta in updates:
@@ -134,7 +134,7 @@ def _response(reply_id: str, choice: Choice, delta: Delta) -> pb.GenerateTextRes
     return response
 
 
-def _usage(generation: Generation) -> pb.Usage:
+def _usage(generation: OpenRequest) -> pb.Usage:
     usage = generation.usage
     return pb.Usage(
         num_prompt_tokens=usage.num_prompt_tokens,

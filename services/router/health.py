@@ -15,12 +15,12 @@ from flipmesh.common.v1.introspection_pb2_grpc import IntrospectionServiceStub
 from flipmesh.sentinel.v1.sentinel_service_pb2 import ListVerdictsRequest
 from flipmesh.sentinel.v1.sentinel_service_pb2_grpc import SentinelServiceStub
 
+from services.core.errors import MeshError
 from services.core.ids import Generation, Rank
-from services.mesh.errors import MeshError
 from services.mesh.rpc import Peers, unary
-from services.mesh.state_paths import process_name
+from services.mesh.settings.paths import process_name
 from services.router.admission import Admission
-from services.router.scheduler_client import SchedulerClient
+from services.router.streams.scheduler_client import SchedulerClient
 
 ASK_INTERVAL_S = 1.0
 """Between two questions to one process, while there is work."""

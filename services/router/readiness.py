@@ -12,11 +12,11 @@ import anyio
 
 from services.core.ids import LayoutKind, RequestId, TokenId
 from services.core.request import SamplingParams, Submission
-from services.mesh.log import Log
+from services.mesh.logs.log import Log
 from services.router.health import Health
-from services.router.scheduler_client import OpenGroup, SchedulerClient
-from services.router.served_model import ServedModel
-from services.router.sessions import Choice
+from services.router.streams.scheduler_client import OpenGroup, SchedulerClient
+from services.router.streams.sessions import Choice
+from services.router.text.served_model import ServedModel
 
 FlipTo = Callable[[LayoutKind], Awaitable[str | None]]
 """Flips, and says why not where it did not."""

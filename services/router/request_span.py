@@ -2,12 +2,12 @@
 
 from opentelemetry.trace import Span
 
-from services.router.asked import Asked, Endpoint
-from services.router.generation import Generation
-from services.router.openai_replies import finish_word
+from services.router.openai.replies import finish_word
+from services.router.openai.wanted import Endpoint, InferenceRequest
+from services.router.streams.open_request import OpenRequest
 
 
-def describe(span: Span, asked: Asked, model: str, generation: Generation | None) -> None:
+def describe(span: Span, asked: InferenceRequest, model: str, generation: OpenRequest | None) -> None:
     """Attributes of the gen_ai conventions."""
     if not span.is_recording():
         return

@@ -16,29 +16,29 @@ from flipmesh.router.v1.inference_service_pb2_grpc import (
 from flipmesh.scheduler.v1 import scheduler_service_pb2
 from flipmesh.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
+from services.core.errors import MeshError
 from services.core.ids import LayoutKind
 from services.mesh.codec.common import layout_to_proto
-from services.mesh.errors import MeshError
-from services.mesh.model_files import ModelFiles, open_model
-from services.mesh.progress import Phase
 from services.mesh.rpc import unary
-from services.mesh.settings import Settings
+from services.mesh.settings.paths import write_atomically
+from services.mesh.settings.tables import Settings
 from services.mesh.shell import Shell
-from services.mesh.state_paths import write_atomically
+from services.mesh.telemetry.progress import Phase
+from services.models.model_files import ModelFiles, open_model
 from services.router.admission import Admission
-from services.router.asked import RequestBounds
 from services.router.grpc_server import AdminServicer, InferenceServicer
 from services.router.health import Health, ProcessWatch
-from services.router.http import HttpFront
-from services.router.http_server import HttpServer, bind
-from services.router.inference import Inference
-from services.router.metrics_page import MetricsPage
+from services.router.http.app import HttpFront
+from services.router.http.metrics_page import MetricsPage
+from services.router.http.server import HttpServer, bind
+from services.router.openai.wanted import RequestBounds
 from services.router.readiness import Readiness
 from services.router.request_metrics import RequestMetrics
-from services.router.scheduler_client import SchedulerClient
-from services.router.served_model import ServedModel
-from services.router.templates import open_renderer
-from services.router.tokens import open_tokens
+from services.router.streams.inference import Inference
+from services.router.streams.scheduler_client import SchedulerClient
+from services.router.text.served_model import ServedModel
+from services.router.text.templates import open_renderer
+from services.router.text.tokens import open_tokens
 
 TOKENISING_REQUESTS = 8
 """Prompts of the largest size that may wait for the tokeniser together."""

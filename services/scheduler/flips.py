@@ -18,19 +18,19 @@ from flipmesh.mover.v1 import mover_service_pb2 as pb
 from flipmesh.mover.v1.mover_service_pb2_grpc import MoverServiceStub
 
 from services.core.blocks import PoolCensus
-from services.core.flip import FlipOutcome
-from services.core.ids import BlockId, FlipId, LayoutKind, Sequence
+from services.core.errors import MeshError
+from services.core.flip.log_side import FlipAttempts
+from services.core.flip.messages import FlipOutcome
+from services.core.ids import BlockId, FlipId, LayoutKind, LogIndex
 from services.core.step import AbandonEntry, CommitEntry
 from services.mesh.codec.common import layout_to_proto
 from services.mesh.codec.flip import outcome_to_proto
-from services.mesh.errors import MeshError
-from services.mesh.holds import HoldPoint, Holds
-from services.mesh.log import Log
+from services.mesh.debug.breakpoints import HoldPoint, Holds
+from services.mesh.logs.log import Log
 from services.mesh.rpc import Peers, unary
-from services.mesh.settings import DeadlineSettings
-from services.scheduler.flip_attempts import FlipAttempts
+from services.mesh.settings.tables import DeadlineSettings
 from services.scheduler.meters import Meters
-from services.scheduler.mover_question import MoverQuestion
+from services.scheduler.streams.mover_question import MoverQuestion
 from services.scheduler.token_gaps import FlipGaps
 
 ASK_AGAIN_S = 0.05
@@ -85,7 +85,7 @@ class FlippableLog(Protocol):
     def fence_message(self) -> layout_pb2.Fence:
         """Generation and epoch now."""
 
-    def arm(self, flip_id: FlipId, target: LayoutKind) -> tuple[Sequence, Carry]:
+    def arm(self, flip_id: FlipId, target: LayoutKind) -> tuple[LogIndex, Carry]:
         """Freezes the batch and writes FLIP."""
 
     async def parked(self) -> None:
@@ -106,7 +106,7 @@ class FlippableLog(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _FlipRequest:
     """A flip by hand, and who waits for its end."""
 
     target: LayoutKind
@@ -132,7 +132,7 @@ class Flips:
     attempted_ns: int = field(default_factory=time.monotonic_ns)
     """End of the last attempt, or the generation's start."""
     _tasks: TaskGroup | None = None
-    _asked: "asyncio.Queue[_Asked]" = field(default_factory=lambda: asyncio.Queue(MAX_ASKED))
+    _asked: "asyncio.Queue[_FlipRequest]" = field(default_factory=lambda: asyncio.Queue(MAX_ASKED))
 
     def __post_init__(self) -> None:
         self.timeline.append(LayoutSpan(self.run.kind, time.time_ns(), "start of the generation"))
@@ -150,7 +150,7 @@ class Flips:
         finally:
             self._tasks = None
 
-    async def _answer(self, asked: _Asked) -> None:
+    async def _answer(self, asked: _FlipRequest) -> None:
         try:
             result = await self.attempt(asked.target, "by hand")
         except BaseException:
@@ -163,7 +163,7 @@ class Flips:
         """A flip by hand, from whatever task; refused while another one is under way."""
         if self.attempts.pending is not None:
             return FlipResult(None, None, self.attempts.busy)
-        asked = _Asked(target, asyncio.get_running_loop().create_future())
+        asked = _FlipRequest(target, asyncio.get_running_loop().create_future())
         try:
             self._asked.put_nowait(asked)
         except asyncio.QueueFull:

@@ -7,8 +7,7 @@ driven: with nothing to compute nothing runs.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from collections.abc import Sequence as Items
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import anyio
@@ -16,19 +15,19 @@ from flipmesh.common.v1 import layout_pb2
 from flipmesh.worker.v1 import worker_service_pb2 as pb
 
 from services.core.blocks import PoolCensus
-from services.core.ids import Epoch, FlipId, Generation, LayoutKind, RequestId, Sequence
+from services.core.flip.log_side import FlipBrokenError
+from services.core.ids import Epoch, FlipId, Generation, LayoutKind, LogIndex, RequestId
 from services.core.request import RequestEvent, Submission
 from services.core.step import AbandonEntry, CommitEntry, LogEntry
 from services.mesh.codec.common import CodecError
 from services.mesh.codec.worker import entry_to_proto, report_from_proto
-from services.mesh.settings import DeadlineSettings
-from services.scheduler.batcher import Batcher, ResultError
-from services.scheduler.flip_attempts import FlipBrokenError
+from services.mesh.settings.tables import DeadlineSettings
+from services.scheduler.batch.batcher import Batcher, ResultError
+from services.scheduler.batch.step_ledger import LogBrokenError, StepRecord
 from services.scheduler.flips import Carry
-from services.scheduler.generation_log import GenerationLog
-from services.scheduler.rank_stream import RankLostError, RankStream
+from services.scheduler.log import GenerationLog
 from services.scheduler.sizing import GroupSize
-from services.scheduler.step_ledger import LogBrokenError, StepRecord
+from services.scheduler.streams.rank_stream import RankLostError, RankStream
 from services.scheduler.token_gaps import FlipGaps, TokenGaps
 
 NS_PER_S = 1_000_000_000
@@ -57,13 +56,13 @@ class GenerationRun:
         generation: Generation,
         kind: LayoutKind,
         size: GroupSize,
-        streams: Items[RankStream],
+        streams: Sequence[RankStream],
         deadlines: DeadlineSettings,
         deliver: Deliver,
         on_finished: Callable[[StepRecord], None],
     ) -> None:
         self.gaps = TokenGaps()
-        self.background: Items[Callable[[], Coroutine[Any, Any, None]]] = ()
+        self.background: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
         """What runs beside the log once it is open, and ends with it."""
         self.batcher = Batcher(size.limits, size.layouts[kind])
         self._log = GenerationLog(generation, self.batcher, size.layouts, kind)
@@ -145,7 +144,7 @@ class GenerationRun:
 
     # Flips.
 
-    def arm(self, flip_id: FlipId, target: LayoutKind) -> tuple[Sequence, Carry]:
+    def arm(self, flip_id: FlipId, target: LayoutKind) -> tuple[LogIndex, Carry]:
         """Freezes the batch and writes FLIP; returns its place in the log and what is carried."""
         self._parked = asyncio.Event()
         num_partly = self.batcher.num_partly_prefilled

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 
 from services.core.request import FinishReason
-from services.mesh.metrics import Metrics
-from services.scheduler.batcher import Batcher
-from services.scheduler.step_ledger import StepRecord
-from services.scheduler.tally import Tally
+from services.mesh.telemetry.metrics import Metrics
+from services.scheduler.batch.batcher import Batcher
+from services.scheduler.batch.step_ledger import StepRecord
+from services.scheduler.batch.tally import Tally
 
 PUBLISH_INTERVAL_S = 0.2
 NS_PER_S = 1e9

@@ -13,11 +13,11 @@ import grpc.aio
 from flipmesh.scheduler.v1 import scheduler_service_pb2 as pb
 from flipmesh.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceServicer
 
-from services.core.flip import FlipOutcome
+from services.core.flip.messages import FlipOutcome
 from services.mesh.codec.common import CodecError, layout_from_proto, layout_to_proto
 from services.mesh.codec.scheduler import submission_from_proto
-from services.scheduler.loop import GroupLoop
-from services.scheduler.sessions import Session
+from services.scheduler.group import GroupLoop
+from services.scheduler.streams.sessions import Session
 
 ServeContext = grpc.aio.ServicerContext[pb.ServeRequestsRequest, pb.ServeRequestsResponse]
 FlipContext = grpc.aio.ServicerContext[pb.RequestFlipRequest, pb.RequestFlipResponse]

@@ -5,24 +5,25 @@ import anyio.to_thread
 from flipmesh.scheduler.v1 import scheduler_service_pb2
 from flipmesh.scheduler.v1.scheduler_service_pb2_grpc import add_SchedulerServiceServicer_to_server
 
+from services.core.errors import ConfigurationError
 from services.core.layout import LayoutError
-from services.core.ledger import Ledger
-from services.formats.geometry import ModelGeometry
-from services.mesh.errors import ConfigurationError
 from services.mesh.host_memory import HostMemoryReader
 from services.mesh.limits import SHUTDOWN_GRACE_S
-from services.mesh.memory_plan import Model, asked_by, plan_memory, price_line
-from services.mesh.model_files import open_model
-from services.mesh.settings import Settings
+from services.mesh.settings.deployment import deployment_of
+from services.mesh.settings.tables import Settings
 from services.mesh.shell import Shell
-from services.scheduler.generation_mint import GenerationMint
-from services.scheduler.joining import WorkerFinder
-from services.scheduler.loop import GroupLoop
+from services.models.geometry import ModelGeometry
+from services.models.model_files import open_model
+from services.placement.demand import Model, plan_memory, price_line
+from services.placement.ledger import Ledger
+from services.scheduler.batch.pressure import PressureLadder
+from services.scheduler.generation_counter import GenerationCounter
+from services.scheduler.group import GroupLoop
 from services.scheduler.meters import Meters
-from services.scheduler.pressure import PressureLadder
 from services.scheduler.server import SchedulerServer
-from services.scheduler.sessions import Sessions
 from services.scheduler.sizing import GroupSize, free_memory_bytes, size_group
+from services.scheduler.streams.joining import WorkerFinder
+from services.scheduler.streams.sessions import Sessions
 
 OUTLIVE_ROUTERS_S = SHUTDOWN_GRACE_S - 0.3
 """How long, from the first signal, routers may take to leave: they drain, and the ranks work for them meanwhile."""
@@ -51,7 +52,7 @@ def make_loop(shell: Shell, size: GroupSize) -> GroupLoop:
         size=size,
         kind=settings.group.layout,
         finder=WorkerFinder(shell.peers, settings.group.num_ranks, settings.deadlines.rpc_s),
-        mint=GenerationMint(shell.paths.root / "generation"),
+        mint=GenerationCounter(shell.paths.root / "generation"),
         deadlines=settings.deadlines,
         progress=shell.progress,
         meters=Meters(shell.metrics),
@@ -105,6 +106,6 @@ def _priced(settings: Settings) -> tuple[ModelGeometry, Ledger]:
     files = open_model(settings.model.path or settings.model.name)
     model = Model(files.geometry, files.tensors, sum(len(buffer) for buffer in files.buffers))
     try:
-        return files.geometry, plan_memory(asked_by(settings), model)
+        return files.geometry, plan_memory(deployment_of(settings), model)
     except LayoutError as error:
         raise ConfigurationError(f"[group] does not fit this model: {error}") from error

@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.core.blocks import kv_block_bytes
+from services.core.errors import ConfigurationError
 from services.core.ids import BLOCK_SLOTS, LayoutKind
-from services.core.kv_reshard import pooled_heads
 from services.core.layout import Layout, ShardUnits
-from services.core.ledger import Ledger, LedgerError, check_id_space
-from services.formats.geometry import ModelGeometry
-from services.mesh.errors import ConfigurationError
 from services.mesh.host_memory import HostMemoryReader
-from services.mesh.layouts import both_layouts
-from services.mesh.settings import Settings
-from services.scheduler.limits import BatchLimits
+from services.mesh.settings.tables import Settings
+from services.models.geometry import ModelGeometry
+from services.placement.layouts import both_layouts
+from services.placement.ledger import Ledger, LedgerError, check_id_space
+from services.placement.rows.transfers import pooled_heads
+from services.scheduler.batch.limits import BatchLimits
 
 FLOAT_BYTES = 4
 POOL_SHARE = 0.25

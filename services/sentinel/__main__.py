@@ -6,8 +6,8 @@ from flipmesh.sentinel.v1.sentinel_service_pb2_grpc import add_SentinelServiceSe
 
 from services.mesh.host_memory import HostMemoryReader
 from services.mesh.process import run_service
-from services.mesh.progress import Phase
 from services.mesh.shell import Shell
+from services.mesh.telemetry.progress import Phase
 from services.sentinel.corridor import Corridor, CorridorWatch
 from services.sentinel.memory_ring import MemoryRing
 from services.sentinel.rings import RingReader

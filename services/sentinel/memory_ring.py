@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.core.ring import RecordKind
-from services.mesh.state_paths import make_reserved
+from services.mesh.settings.paths import make_reserved
 
 MAGIC = 0x464C_4950_4D45_4D52
 VERSION = 1

@@ -14,8 +14,8 @@ from flipmesh.common.v1 import introspection_pb2
 from flipmesh.sentinel.v1 import sentinel_service_pb2 as pb
 from flipmesh.sentinel.v1.sentinel_service_pb2_grpc import SentinelServiceServicer
 
-from services.mesh.log import Log
-from services.mesh.metrics import Metrics
+from services.mesh.logs.log import Log
+from services.mesh.telemetry.metrics import Metrics
 from services.sentinel.corridor import Corridor
 from services.sentinel.diagnose import Verdict, VerdictKind, diagnose
 from services.sentinel.rings import RingReader

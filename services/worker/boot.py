@@ -14,31 +14,31 @@ from dataclasses import dataclass
 import torch
 
 from kernels import _native
-from kernels.shm_region import HEADER, MAGIC, RegionLayout, RegionShape, ShmRegion
+from kernels.cpu.shm_region import HEADER, MAGIC, RegionLayout, RegionShape, ShmRegion
+from services.core.errors import ConfigurationError
 from services.core.ids import LayoutKind, Rank
 from services.core.layout import Layout, LayoutError
-from services.core.ledger import Ledger, PoolBacking
-from services.formats.geometry import ModelGeometry
-from services.formats.gguf import GgufMetadata
-from services.mesh.compatibility import Device
-from services.mesh.errors import ConfigurationError
-from services.mesh.flip_staging import chunk_bytes
-from services.mesh.layouts import both_layouts, cut_within_blocks, shard_units
-from services.mesh.model_files import ModelFiles, open_model
-from services.mesh.settings import Settings
-from services.mesh.state_paths import StatePaths
-from services.worker.backing import BackingError
-from services.worker.cold_image import ColdImageError
-from services.worker.collectives import Carrier, ShmCarrier
-from services.worker.device import RankDevice, rank_device
-from services.worker.ledger_report import priced
-from services.worker.private.pool_pair import least_message_bytes
-from services.worker.private.private_memory import PrivateSpec, private_memory
-from services.worker.private.wire import MoveBounds
-from services.worker.rank_memory import RankMemory, SharedMemory
+from services.mesh.settings.paths import StatePaths
+from services.mesh.settings.tables import Settings
+from services.models.geometry import ModelGeometry
+from services.models.gguf import GgufMetadata
+from services.models.model_files import ModelFiles, open_model
+from services.placement.compatibility import Device
+from services.placement.layouts import both_layouts, cut_within_blocks, shard_units
+from services.placement.ledger import Ledger, PoolBacking
+from services.placement.staging import chunk_bytes
+from services.worker.dataplane.carrier import Carrier, ShmCarrier
+from services.worker.memory.device import RankDevice, rank_device
+from services.worker.memory.images.cold_image import ColdImageError
+from services.worker.memory.ledger_report import priced
+from services.worker.memory.owned_memory import OwnedMemorySpec, owned_memory
+from services.worker.memory.pages.backing import BackingError
+from services.worker.memory.rank_memory import RankMemory, SharedMemory
+from services.worker.memory.rows.pool_pair import least_message_bytes
+from services.worker.memory.weights.mapped import WeightStore
+from services.worker.memory.wire import MoveBounds
 from services.worker.ring import RingWriter
-from services.worker.runner import MAX_UNREAD_STEPS, Runner, RunnerLimits
-from services.worker.weights import WeightStore
+from services.worker.steps.execute import MAX_UNREAD_STEPS, Runner, RunnerLimits
 
 SWITCH_INTERVAL_S = 0.0001
 """How long the event loop's thread may keep the model thread from going on after a kernel. Measured on two cores,
@@ -50,7 +50,7 @@ TOKENS_KEY = "tokenizer.ggml.tokens"
 
 
 @dataclass(frozen=True, slots=True)
-class Rig:
+class RankRuntime:
     """One rank, ready for its RESET."""
 
     rank: Rank
@@ -68,7 +68,7 @@ class Rig:
     """Estimated before anything was allocated."""
 
 
-def build_rig(settings: Settings, rank: Rank, fds: Mapping[str, int], ring: RingWriter) -> Rig:
+def build_runtime(settings: Settings, rank: Rank, fds: Mapping[str, int], ring: RingWriter) -> RankRuntime:
     """Opens, maps and expands what this rank needs.
 
     Raises:
@@ -95,7 +95,7 @@ def build_rig(settings: Settings, rank: Rank, fds: Mapping[str, int], ring: Ring
     runner = Runner(rank, files.geometry, memory, layouts, carrier, runner_limits(settings, files), ring, device)
     settle()
     boot_ns = time.perf_counter_ns() - began_ns
-    return Rig(rank, files, memory, device, layouts, carrier, runner, boot_ns, num_expanded, ledger)
+    return RankRuntime(rank, files, memory, device, layouts, carrier, runner, boot_ns, num_expanded, ledger)
 
 
 def rank_memory(
@@ -118,7 +118,7 @@ def rank_memory(
     try:
         if group.mode != "shared":
             cold = StatePaths(settings.state.dir).create_images() if group.cold_image else None
-            spec = PrivateSpec(
+            spec = OwnedMemorySpec(
                 group.mode,
                 group.layout,
                 bounds,
@@ -128,7 +128,7 @@ def rank_memory(
                 backing=PoolBacking(settings.pool.backing),
                 margin_bytes=group.free_floor_bytes,
             )
-            return private_memory(files, layouts, carrier, spec), 0
+            return owned_memory(files, layouts, carrier, spec), 0
     except (LayoutError, BackingError, ColdImageError) as error:
         raise ConfigurationError(f"[group] does not fit this model or this host: {error}") from error
     cut = cut_within_blocks(geometry, files.tensors, layouts.values())
@@ -147,15 +147,15 @@ def open_carrier(settings: Settings, rank: Rank, flags_fd: int, geometry: ModelG
     if group.carrier == "shm":
         return ShmCarrier(open_region(flags_fd, region_shape(settings, geometry)), rank)
     # Only here: torch's distributed package costs a start that does not use it half a second.
-    from services.worker.gloo_carrier import GlooBounds, GlooCarrier
-    from services.worker.rendezvous import meet
+    from services.worker.dataplane.gloo import GlooBounds, GlooCarrier
+    from services.worker.dataplane.rendezvous import meet
 
     address, store = meet(flags_fd, rank, group.gloo_rendezvous, settings.deadlines.boot_s)
     bounds = GlooBounds(max_rows=settings.scheduler.max_resident_requests, num_board_steps=2 * MAX_UNREAD_STEPS)
     members = (address, rank, group.num_ranks, group.num_ranks - 1, bounds, store)
     if group.carrier == "gloo":
         return GlooCarrier(*members)
-    from services.worker.device_carrier import DeviceCarrier
+    from services.worker.dataplane.device import DeviceCarrier
 
     return DeviceCarrier(*members, place=device.place, backend="nccl")
 

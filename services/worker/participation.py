@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from flipmesh.common.v1 import layout_pb2
 from flipmesh.worker.v1 import worker_service_pb2 as pb
 
-from services.core.flip import (
+from services.core.flip.messages import (
     AbandonReached,
     CommitReached,
     EntryReached,
@@ -22,10 +22,10 @@ from services.core.flip import (
     WorkDone,
     WorkFailed,
 )
-from services.core.flip_participant import FlipParticipant
+from services.core.flip.participant import FlipParticipant
+from services.core.flip.rank_side import RankFlips
 from services.core.ids import FlipId, Rank
 from services.mesh.codec.flip import command_from_proto, said_of, said_to_proto
-from services.worker.rank_flips import RankFlips
 
 MAX_UNSENT = 64
 """Messages to the mover that may wait; an attempt has a handful, and a mover that reads none is cut."""

@@ -22,7 +22,7 @@ from services.core.ring import (
     pack_header,
     record_offset,
 )
-from services.mesh.state_paths import make_reserved
+from services.mesh.settings.paths import make_reserved
 
 START_TIME_FIELD = 19
 """Of /proc/self/stat, counted after the command's closing parenthesis: field 22 of the manual page."""

@@ -17,20 +17,20 @@ from flipmesh.common.v1 import introspection_pb2
 from flipmesh.worker.v1 import worker_service_pb2 as pb
 from flipmesh.worker.v1.worker_service_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
 
-from kernels.collective_status import AbortReason
+from kernels.cpu.collective_status import AbortReason
+from services.core.errors import ConfigurationError
 from services.core.ids import Rank
-from services.core.log_follower import LogState
+from services.core.log import LogState
 from services.core.step import StepReport
 from services.mesh.codec.common import layout_to_proto
-from services.mesh.errors import ConfigurationError
-from services.mesh.progress import Phase
 from services.mesh.shell import Shell
-from services.worker.boot import Rig, build_rig
-from services.worker.dead_pages import Released
-from services.worker.held_rank import held_commands
-from services.worker.ledger_report import memory_line
+from services.mesh.telemetry.progress import Phase
+from services.worker.boot import RankRuntime, build_runtime
+from services.worker.breakpoints import held_commands
+from services.worker.memory.ledger_report import memory_line
+from services.worker.memory.trimmed_pages import Released
 from services.worker.ring import RingWriter
-from services.worker.step_stream import StepStream
+from services.worker.stream import StepStream
 
 ExecuteContext = grpc.aio.ServicerContext[pb.ExecuteStepsRequest, pb.ExecuteStepsResponse]
 JoinContext = grpc.aio.ServicerContext[pb.JoinFlipRequest, pb.JoinFlipResponse]
@@ -40,7 +40,7 @@ NS_PER_S = 1e9
 class WorkerServer(WorkerServiceServicer):
     """Serves the log of one generation and tells how it stands."""
 
-    def __init__(self, shell: Shell, rig: Rig) -> None:
+    def __init__(self, shell: Shell, rig: RankRuntime) -> None:
         self._shell, self._rig = shell, rig
         rig.runner.on_release = self._log_release
         self.stream: StepStream | None = None
@@ -148,14 +148,14 @@ async def serve(shell: Shell) -> None:
         raise server.stream.reason()
 
 
-async def _boot(shell: Shell, rank: Rank) -> Rig | None:
+async def _boot(shell: Shell, rank: Rank) -> RankRuntime | None:
     """The rig, built in a thread; None if the process was stopped meanwhile."""
-    rigs: list[Rig] = []
+    rigs: list[RankRuntime] = []
     ring = RingWriter(shell.paths.ring(rank), rank)
 
     async def build() -> None:
         rigs.append(
-            await anyio.to_thread.run_sync(build_rig, shell.settings, rank, shell.fds, ring, abandon_on_cancel=True)
+            await anyio.to_thread.run_sync(build_runtime, shell.settings, rank, shell.fds, ring, abandon_on_cancel=True)
         )
 
     with shell.progress.working("mapping and expanding the weights", shell.settings.deadlines.boot_s):

@@ -26,9 +26,9 @@ from tests.faults.cell import ASKS, Seen, run_cell
 from tests.faults.fault_mesh import FaultMesh, fault_mesh
 from tests.faults.matrix import Cell, cells
 from tests.faults.scenes import SCENES, Scene, Tables, play
-from tests.mesh.flipping import Bench, bench_of
-from tests.mesh.running import ROOT
-from tools.load import Heard
+from tests.mesh.support.flipping import Bench, bench_of
+from tests.mesh.support.running import ROOT
+from tools.load.load import Heard
 from tools.mesh_client import mesh_client
 
 Job = Cell | Scene

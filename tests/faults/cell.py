@@ -15,16 +15,16 @@ import anyio.to_thread
 from flipmesh.scheduler.v1 import scheduler_service_pb2
 from flipmesh.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
+from services.core.errors import MeshError
 from services.core.ids import LayoutKind
 from services.mesh.codec.common import layout_to_proto
-from services.mesh.errors import MeshError
-from services.mesh.holds import HoldPoint
+from services.mesh.debug.breakpoints import HoldPoint
 from services.mesh.rpc import unary
 from tests.faults.fault_mesh import FaultMesh, Holdings
 from tests.faults.matrix import ABANDONED, COMMITTED, LOST, NONE, Cell, Expected, expected
 from tests.faults.strike import LOOK_AGAIN_S, holding, strike, until_nothing_is_named
-from tests.mesh.flipping import Bench
-from tools.load import Heard, Load
+from tests.mesh.support.flipping import Bench
+from tools.load.load import Heard, Load
 from tools.mesh_client import NotRunningError
 from tools.oracle import asks_of, first_difference, judge
 

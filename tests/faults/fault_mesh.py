@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.matrix import NUM_RANKS, Fault, Victim
-from tests.mesh.meshes import Mesh, started
-from tests.mesh.running import processes_with
+from tests.mesh.support.meshes import Mesh, started
+from tests.mesh.support.running import processes_with
 
 DEADLINES = {
     "stall_s": 2.0,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from services.core.ids import LayoutKind, Rank
-from services.mesh.holds import HoldPoint
-from services.mesh.state_paths import process_name
+from services.mesh.debug.breakpoints import HoldPoint
+from services.mesh.settings.paths import process_name
 
 PP, TP = LayoutKind.PP, LayoutKind.TP
 NUM_RANKS = 2

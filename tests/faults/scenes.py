@@ -14,9 +14,9 @@ from typing import Any
 
 import anyio
 
-from services.mesh.holds import HoldPoint
-from services.mesh.model_files import open_model
-from services.router.tokens import open_tokens
+from services.mesh.debug.breakpoints import HoldPoint
+from services.models.model_files import open_model
+from services.router.text.tokens import open_tokens
 from tests.faults.cell import (
     ASKS,
     CELL_S,
@@ -33,9 +33,9 @@ from tests.faults.cell import (
 from tests.faults.fault_mesh import FaultMesh
 from tests.faults.matrix import ABANDONED, ALONE, COMMITTED, LAST, MOVER, RANKS, Expected, Fault, Victim
 from tests.faults.strike import holding, until_reborn
-from tests.mesh.flipping import PP, TP, Bench
-from tests.mesh.running import gone, open_pid
-from tools.load import Ask, Heard
+from tests.mesh.support.flipping import PP, TP, Bench
+from tests.mesh.support.running import gone, open_pid
+from tools.load.load import Ask, Heard
 
 Control = Sequence[Heard]
 Tables = Mapping[str, dict[str, Any]]

@@ -14,12 +14,12 @@ from flipmesh.common.v1.debug_pb2_grpc import DebugServiceStub
 from flipmesh.sentinel.v1 import sentinel_service_pb2
 from flipmesh.sentinel.v1.sentinel_service_pb2_grpc import SentinelServiceStub
 
-from services.mesh.errors import MeshError
-from services.mesh.holds import HoldPoint
+from services.core.errors import MeshError
+from services.mesh.debug.breakpoints import HoldPoint
 from services.mesh.rpc import unary
 from tests.faults.matrix import Fault, Victim
-from tests.mesh.flipping import Bench
-from tests.mesh.running import gone, open_pid
+from tests.mesh.support.flipping import Bench
+from tests.mesh.support.running import gone, open_pid
 from tools.mesh_client import CALL_S, NotRunningError
 
 HELD_S = 60.0

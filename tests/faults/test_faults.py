@@ -9,7 +9,7 @@ from tests.faults.__main__ import control_of, run_on
 from tests.faults.fault_mesh import FaultMesh, fault_mesh
 from tests.faults.matrix import ALONE, cells
 from tests.faults.scenes import SCENES
-from tools.load import Heard
+from tools.load.load import Heard
 
 CHOSEN = (
     "shared/mover-entered/tp-pp/mover/kill",

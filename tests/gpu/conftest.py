@@ -1,5 +1,5 @@
 """Fixtures of the unit tests that tests on a device use as well."""
 
-from tests.unit.conftest import generator
+from tests.parts.conftest import generator
 
 __all__ = ["generator"]

@@ -24,10 +24,10 @@ from flipmesh.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStu
 from services.core.ids import LayoutKind
 from services.mesh.codec.common import layout_to_proto
 from services.mesh.rpc import CHANNEL_OPTIONS, unary
-from services.mesh.settings import CONFIG_VARIABLE
-from tests.mesh.meshes import write_config
-from tests.mesh.running import ROOT, processes_with
-from tests.mesh.toy_group import Router
+from services.mesh.settings.tables import CONFIG_VARIABLE
+from tests.mesh.support.meshes import write_config
+from tests.mesh.support.running import ROOT, processes_with
+from tests.mesh.support.toy_group import Router
 
 SERVICES = ("scheduler", "worker", "mover", "policy")
 READY_S, ANSWERS_S, FLIP_S, END_S = 150.0, 120.0, 60.0, 10.0

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.collectives import AbortReason, Purpose
-from services.worker.collectives import Carrier, CarrierCounters
+from kernels.cpu.collectives import AbortReason, Purpose
+from services.worker.dataplane.carrier import Carrier, CarrierCounters
 
 
 class OnDevice:

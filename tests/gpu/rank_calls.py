@@ -8,21 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import paths
+from kernels.cpu import paths
 from services.core.ids import FlipId, LayoutKind, Rank
-from services.mesh.compatibility import Device
-from services.worker.collectives import Carrier
-from services.worker.device import RankDevice, rank_device
-from services.worker.device_carrier import DeviceCarrier
-from services.worker.gloo_carrier import GlooBounds
+from services.placement.compatibility import Device
+from services.worker.dataplane.carrier import Carrier
+from services.worker.dataplane.device import DeviceCarrier
+from services.worker.dataplane.gloo import GlooBounds
+from services.worker.dataplane.rendezvous import meet
+from services.worker.memory.device import RankDevice, rank_device
+from services.worker.memory.rows.exclusive_rows import ExclusiveRows
+from services.worker.memory.rows.layout_pool import LayoutPool
 from services.worker.participation import Worked, WorkLost
-from services.worker.private.exclusive_rows import ExclusiveRows
-from services.worker.private.layout_pool import LayoutPool
-from services.worker.rendezvous import meet
-from services.worker.runner import MAX_UNREAD_STEPS, Runner
-from tests.unit.private_group import check_live, check_rows, fill, poison, whole_cache
-from tests.unit.test_private_flips import FaultyWire
-from tools.rank_processes import GroupSpec
+from services.worker.steps.execute import MAX_UNREAD_STEPS, Runner
+from tests.parts.memory.test_private_flips import FaultyWire
+from tests.support.private_group import check_live, check_rows, fill, poison, whole_cache
+from tools.bench.rank_processes import GroupSpec
 
 MEET_S = 60.0
 Runs = tuple[tuple[int, int], ...]

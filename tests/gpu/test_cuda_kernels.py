@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels import elementwise
-from kernels.attention import merge_partials
-from kernels.linear import Matrix, multiply, take_rows
+from kernels.cpu import elementwise
+from kernels.cpu.attention import merge_partials
+from kernels.cpu.linear import Matrix, multiply, take_rows
 from services.core.ids import Rank
-from services.formats.ggml_types import GgmlType
-from services.mesh.compatibility import Device
-from services.worker.device import rank_device
-from tests.unit.attention_batches import Batch, Case, build
+from services.models.ggml_types import GgmlType
+from services.placement.compatibility import Device
+from services.worker.memory.device import rank_device
+from tests.support.attention_batches import Batch, Case, build
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

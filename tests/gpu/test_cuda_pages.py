@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from services.core.exchange import PageMove, Place
 from services.core.ids import Rank
-from services.worker.arena import Arena
-from services.worker.backing import Backing, BackingError, MissingMemoryError
-from services.worker.cuda_pages import CudaPages
+from services.placement.exchange import PageMove, Place
+from services.worker.memory.pages.backing import Backing, BackingError, MissingMemoryError
+from services.worker.memory.pages.cuda_pages import CudaPages
+from services.worker.memory.weights.arena import Arena
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -24,16 +24,16 @@ import numpy as np
 import torch
 
 from services.core.ids import BlockId, FlipId, LayoutKind
-from services.core.ledger import PoolBacking
 from services.core.step import AbandonEntry, CommitEntry, FlipEntry
+from services.placement.ledger import PoolBacking
+from services.worker.memory.owned_memory import OwnedMode
 from services.worker.participation import Worked, WorkLost
-from services.worker.private.private_memory import PrivateMode
-from services.worker.runner import RunnerLimits
+from services.worker.steps.execute import RunnerLimits
 from tests.gpu import rank_calls
 from tests.gpu.mesh_part import MeshFindings, mesh_findings
-from tests.unit.tiny_llama import TinyShape, write_safetensors
-from tools.log_driver import LogDriver
-from tools.rank_processes import GroupSpec, RankCall, RankProcess, rank_processes
+from tests.support.tiny_llama import TinyShape, write_safetensors
+from tools.bench.log_driver import LogDriver
+from tools.bench.rank_processes import GroupSpec, RankCall, RankProcess, rank_processes
 
 PP, TP = LayoutKind.PP, LayoutKind.TP
 BOUND = 2e-5
@@ -48,7 +48,7 @@ TINY = TinyShape(num_layers=4)
 class Case:
     """How two ranks keep and cut the model."""
 
-    mode: PrivateMode
+    mode: OwnedMode
     name: str
     pp_layers: tuple[int, int] | None = None
     tp_weights: tuple[float, float] | None = None

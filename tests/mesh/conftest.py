@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.mesh.flipping import ASKS, bench_of
-from tests.mesh.meshes import Mesh, started
-from tools.load import Heard
+from tests.mesh.support.flipping import ASKS, bench_of
+from tests.mesh.support.meshes import Mesh, started
+from tools.load.load import Heard
 
 RULES = {"min_dwell_s": 0.5, "rest_s": 1.0, "prefill_threshold_tokens": 512, "release_threshold_tokens": 64}
 """The policy's numbers for a test: a flip within a second of its cause."""

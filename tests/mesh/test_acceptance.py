@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from services.core.ids import LayoutKind
-from services.mesh.settings import load_settings
-from tests.mesh.meshes import Mesh
-from tests.mesh.running import python, running
-from tools.bench_mesh import LAYOUTS, MeshBench, SampleRefusedError
+from services.mesh.settings.tables import load_settings
+from tests.mesh.support.meshes import Mesh
+from tests.mesh.support.running import python, running
+from tools.bench.mesh import LAYOUTS, MeshBench, SampleRefusedError
+from tools.load.steering import bring_to
 from tools.mesh_client import MeshClient
-from tools.steering import bring_to
 
 RUN_S = 160.0
 

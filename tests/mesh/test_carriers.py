@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kernels.collectives import RegionShape, ShmRegion
+from kernels.cpu.collectives import RegionShape, ShmRegion
 
 ROOT = Path(__file__).parents[2]
 CARRIERS = ("shm", "gloo", "device")
@@ -76,7 +76,7 @@ class RankPool:
 
     def _start(self, rank: int) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.mesh.carrier_rank", str(rank)],
+            [sys.executable, "-m", "tests.mesh.support.carrier_rank", str(rank)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from services.formats.ggml_types import GgmlType
-from services.formats.gguf import parse_gguf
-from services.mesh.model_files import ModelFiles, open_model
-from services.router.templates import open_renderer
-from services.router.tokens import Tokens, open_tokens
+from services.models.ggml_types import GgmlType
+from services.models.gguf import parse_gguf
+from services.models.model_files import ModelFiles, open_model
+from services.router.text.templates import open_renderer
+from services.router.text.tokens import Tokens, open_tokens
 from tools.fetch import fetch
 
 # The ids of the tokenizer that the model was trained with (each digit by itself, then GPT-2's words), by transformers.

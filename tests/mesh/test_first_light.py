@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.mesh.meshes import Mesh, started
-from tests.mesh.running import gone, open_pid, processes_with
+from tests.mesh.support.meshes import Mesh, started
+from tests.mesh.support.running import gone, open_pid, processes_with
 
 QUESTION = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
 

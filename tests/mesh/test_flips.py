@@ -12,9 +12,9 @@ from flipmesh.mover.v1 import mover_service_pb2
 
 from services.core.ids import LayoutKind
 from services.mesh.codec.common import layout_to_proto
-from tests.mesh.flipping import ASKS, PP, TP, Bench, bench_of, flip_until_ended, hold_answers, stopped
-from tests.mesh.meshes import Mesh, started
-from tools.load import Ask, Heard
+from tests.mesh.support.flipping import ASKS, PP, TP, Bench, bench_of, flip_until_ended, hold_answers, stopped
+from tests.mesh.support.meshes import Mesh, started
+from tools.load.load import Ask, Heard
 
 log = logging.getLogger(__name__)
 LONG_TOKENS = 1200

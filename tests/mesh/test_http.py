@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from tests.mesh.meshes import Mesh, started
+from tests.mesh.support.meshes import Mesh, started
 
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION = [{"role": "user", "content": "Count from one to five."}]

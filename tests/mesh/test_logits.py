@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from services.core.errors import ConfigurationError
 from services.core.ids import BlockId, FlipId, LayoutKind
 from services.core.step import CommitEntry, FlipEntry
-from services.mesh.errors import ConfigurationError
-from services.mesh.model_files import resolve_model
-from services.worker.runner import RunnerLimits
-from tests.mesh.logits_keeper import LogitsKeeper
-from tools.log_driver import LogDriver
-from tools.rank_processes import GroupSpec, RankProcess, rank_processes
+from services.models.model_files import resolve_model
+from services.worker.steps.execute import RunnerLimits
+from tests.mesh.support.logits_keeper import LogitsKeeper
+from tools.bench.log_driver import LogDriver
+from tools.bench.rank_processes import GroupSpec, RankProcess, rank_processes
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -36,7 +36,7 @@ def model() -> Path:
 
 @pytest.fixture(scope="module")
 def reference(model: Path) -> Iterator[Any]:
-    from tests.mesh.transformers_llama import load_llama
+    from tests.mesh.support.transformers_llama import load_llama
 
     threads = torch.get_num_threads()
     yield load_llama(model)

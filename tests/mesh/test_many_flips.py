@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.mesh.flipping import ASKS, bench_of, flip_until_ended, hold_answers
-from tests.mesh.meshes import started
-from tools.acceptance_figures import growths, spread
-from tools.acceptance_verdict import MAX_DESCRIPTOR_GROWTH, is_flat
-from tools.load import Heard
-from tools.observe import FlipSeen, Observer
+from tests.mesh.support.flipping import ASKS, bench_of, flip_until_ended, hold_answers
+from tests.mesh.support.meshes import started
+from tools.acceptance.figures import growths, spread
+from tools.acceptance.verdict import MAX_DESCRIPTOR_GROWTH, is_flat
+from tools.load.load import Heard
+from tools.load.observe import FlipSeen, Observer
 
 log = logging.getLogger(__name__)
 NUM_FLIPS = 1000

@@ -13,10 +13,10 @@ from flipmesh.mover.v1 import mover_service_pb2
 
 from services.core.ids import Rank
 from services.mesh.codec.common import layout_to_proto
-from tests.mesh.flipping import ASKS, PP, TP, Bench, bench_of, flip_until_ended, hold_answers
-from tests.mesh.meshes import Mesh, started
+from tests.mesh.support.flipping import ASKS, PP, TP, Bench, bench_of, flip_until_ended, hold_answers
+from tests.mesh.support.meshes import Mesh, started
 from tests.mesh.test_flips import LONG_TOKENS, long_ask
-from tools.load import Heard, Load
+from tools.load.load import Heard, Load
 
 log = logging.getLogger(__name__)
 HEAD_BLOCK_BYTES = 2 * 16 * 64 * 4

@@ -14,9 +14,9 @@ import pytest
 
 from services.mesh.limits import EX_CONFIG, EX_GENERATION_ENDED, SHUTDOWN_GRACE_S, SHUTDOWN_HARD_S
 from services.mesh.process import parse_arguments
-from tests.mesh.running import Running, gone, open_pid, python, running
+from tests.mesh.support.running import Running, gone, open_pid, python, running
 
-TINY = python("-m", "tests.mesh.tiny")
+TINY = python("-m", "tests.mesh.support.tiny")
 
 
 @pytest.fixture

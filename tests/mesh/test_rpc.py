@@ -19,9 +19,7 @@ from google.protobuf.wrappers_pb2 import BytesValue
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from services.core.ids import Rank
-from services.mesh import limits
-from services.mesh.errors import (
+from services.core.errors import (
     ConfigurationError,
     DeadlineExceededError,
     EpochRefusedError,
@@ -29,16 +27,18 @@ from services.mesh.errors import (
     PeerLostError,
     RequestRefusedError,
 )
+from services.core.ids import Rank
+from services.mesh import limits
 from services.mesh.grpc_server import SERVER_OPTIONS, GrpcServer
 from services.mesh.identity import identify
-from services.mesh.introspection import Introspection
-from services.mesh.log import Log
-from services.mesh.log_files import PatientOutput
-from services.mesh.log_line import Level
-from services.mesh.metrics import Metrics
-from services.mesh.progress import Phase, Progress
+from services.mesh.logs.files import PatientOutput
+from services.mesh.logs.line import Level
+from services.mesh.logs.log import Log
 from services.mesh.rpc import CHANNEL_OPTIONS, HEALTH_CHECK, Peers, stream_of_bytes, unary
-from services.mesh.state_paths import StatePaths
+from services.mesh.settings.paths import StatePaths
+from services.mesh.telemetry.introspection import Introspection
+from services.mesh.telemetry.metrics import Metrics
+from services.mesh.telemetry.progress import Phase, Progress
 
 ECHO = "/test.Echo/Once"
 STREAM = "/test.Echo/Many"

@@ -14,15 +14,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.core.ids import LayoutKind
 from services.core.request import Finished, FinishReason, Rejected, RejectReason
 from services.mesh.codec.common import layout_to_proto
-from services.mesh.log import Log
-from services.mesh.log_files import PatientOutput
-from services.mesh.log_line import Level
-from services.mesh.settings import DeadlineSettings
-from services.mesh.state_paths import StatePaths
-from services.scheduler import sessions
+from services.mesh.logs.files import PatientOutput
+from services.mesh.logs.line import Level
+from services.mesh.logs.log import Log
+from services.mesh.settings.paths import StatePaths
+from services.mesh.settings.tables import DeadlineSettings
 from services.scheduler.generation_run import STOOD_STILL_S, GenerationLostError
-from tests.mesh.toy_group import WAIT_S, ToyGroup, running_group
-from tests.unit.toy_rank import answer, limits_of
+from services.scheduler.streams import sessions
+from tests.mesh.support.toy_group import WAIT_S, ToyGroup, running_group
+from tests.support.toy_rank import answer, limits_of
 
 PROMPT = list(range(40))
 BOTH = pytest.mark.parametrize("kind", list(LayoutKind))

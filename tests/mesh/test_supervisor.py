@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.mesh.limits import EX_CONFIG
-from tests.mesh.running import ROOT, Running, gone, open_pid, processes_with, python, running, send
+from tests.mesh.support.running import ROOT, Running, gone, open_pid, processes_with, python, running, send
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def environment(tmp_path: Path, state: Path) -> dict[str, str]:
 
 
 def supervise(service: str) -> list[str]:
-    return python("-m", "services.mesh.supervisor", service, "--module", "tests.mesh.tiny")
+    return python("-m", "services.mesh.supervisor", service, "--module", "tests.mesh.support.tiny")
 
 
 def wish(state: Path, what: str) -> None:
@@ -181,8 +181,8 @@ def procfile(tmp_path: Path, state: Path) -> Path:
     path = tmp_path / "Procfile"
     interpreter = sys.executable
     path.write_text(
-        f"tiny: exec {interpreter} -m services.mesh.supervisor tiny --module tests.mesh.tiny\n"
-        f"worker: exec {interpreter} -m services.mesh.supervisor worker --module tests.mesh.tiny\n"
+        f"tiny: exec {interpreter} -m services.mesh.supervisor tiny --module tests.mesh.support.tiny\n"
+        f"worker: exec {interpreter} -m services.mesh.supervisor worker --module tests.mesh.support.tiny\n"
     )
     return path
 

@@ -9,18 +9,18 @@ from typing import Any, Literal
 
 import pytest
 
+from services.worker.memory.owned_memory import OwnedMode
 from services.worker.participation import Worked, WorkLost
-from services.worker.private.private_memory import PrivateMode
-from tests.mesh.flipping import ASKS, PP, TP, bench_of, hold_answers
-from tests.mesh.logits_keeper import LogitsKeeper
-from tests.mesh.meshes import started
-from tests.mesh.row_oracle import change_a_byte, everywhere, fill_rows, flip, hold_rows, poison_rows
+from tests.mesh.support.flipping import ASKS, PP, TP, bench_of, hold_answers
+from tests.mesh.support.logits_keeper import LogitsKeeper
+from tests.mesh.support.meshes import started
+from tests.mesh.support.row_oracle import change_a_byte, everywhere, fill_rows, flip, hold_rows, poison_rows
 from tests.mesh.test_logits import LIMITS, PROMPT, check, model, reference
 from tests.mesh.test_private_flips import flip_some, moved_prefix
-from tests.unit.private_group import runs
-from tools.load import Heard
-from tools.log_driver import LogDriver
-from tools.rank_processes import GroupSpec, RankCall, rank_processes
+from tests.support.private_group import runs
+from tools.bench.log_driver import LogDriver
+from tools.bench.rank_processes import GroupSpec, RankCall, rank_processes
+from tools.load.load import Heard
 
 __all__ = ["model", "reference"]
 pytestmark = pytest.mark.timeout(300)
@@ -32,7 +32,7 @@ NUM_BLOCKS = 70
 class Cut:
     """Of the default model's 30 layers and 3 KV heads."""
 
-    mode: Literal["shared"] | PrivateMode
+    mode: Literal["shared"] | OwnedMode
     pp_layers: Sequence[int]
     tp_weights: Sequence[float]
     kv_tokens: Sequence[int] | None = None
@@ -105,7 +105,7 @@ def test_every_live_row_keeps_its_bits_there_and_back(model: Path, cut: Cut) -> 
 
 
 @pytest.mark.parametrize("mode", ["dual", pytest.param("exchange", marks=pytest.mark.slow)])
-def test_a_byte_changed_between_processes_is_caught(model: Path, reference: Any, mode: PrivateMode) -> None:
+def test_a_byte_changed_between_processes_is_caught(model: Path, reference: Any, mode: OwnedMode) -> None:
     """The layout before serves on, and the next attempt commits."""
     cut = Cut(mode, [15, 15], [1.0, 1.0], [1, 2])
     with rank_processes(cut.spec(model, LogitsKeeper)) as ranks:

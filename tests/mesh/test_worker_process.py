@@ -13,8 +13,8 @@ from services.core.ids import BlockId, LayoutKind, RequestId, RequestIndex, Toke
 from services.core.request import SamplingParams
 from services.core.step import AdmittedRequest, ResetEntry, StepPlan
 from services.mesh.limits import EX_CONFIG, EX_GENERATION_ENDED
-from tests.mesh.worker_process import ANSWER_S, Log, Workers, channels_to, step_log, workers
-from tests.unit.tiny_llama import TinyLlama, TinyShape, write_gguf
+from tests.mesh.support.worker_process import ANSWER_S, Log, Workers, channels_to, step_log, workers
+from tests.support.tiny_llama import TinyLlama, TinyShape, write_gguf
 
 pytestmark = pytest.mark.timeout(180)
 PROMPT = [(7 * i * i + 3 * i) % 131 for i in range(40)]

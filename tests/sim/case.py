@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 from random import Random
 
-from services.core.flip import FlipDeadlines
+from services.core.flip.messages import FlipDeadlines
 from services.core.ids import BLOCK_SLOTS, LayoutKind, TokenId
-from services.scheduler.limits import BatchLimits
-from tests.sim.memory import Mode, Slip
-from tests.sim.toy_model import END_ID, VOCAB, letter
-from tests.sim.world import Delay
+from services.scheduler.batch.limits import BatchLimits
+from tests.sim.processes.memory import Mode, Slip
+from tests.sim.processes.toy_model import END_ID, VOCAB, letter
+from tests.sim.processes.world import Delay
 
 US, MS, S = 1_000, 1_000_000, 1_000_000_000
 
@@ -42,7 +42,7 @@ MOMENTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ToyRequest:
     """One client."""
 
     name: str
@@ -110,7 +110,7 @@ class Case:
     num_ranks: int
     kind: LayoutKind
     limits: BatchLimits
-    asked: tuple[Asked, ...]
+    asked: tuple[ToyRequest, ...]
     triggers: tuple[Trigger, ...] = ()
     faults: tuple[Fault, ...] = ()
     odds: Odds = Odds()
@@ -212,7 +212,7 @@ def _limits(rng: Random) -> BatchLimits:
     )
 
 
-def _asked(rng: Random, limits: BatchLimits, horizon_ns: int, is_large: bool) -> tuple[Asked, ...]:
+def _asked(rng: Random, limits: BatchLimits, horizon_ns: int, is_large: bool) -> tuple[ToyRequest, ...]:
     num_asked = rng.randint(1, 8) if is_large else rng.choice((1, 1, 2, 2, 3, 4))
     outputs = (1, 2, 5, 9, 17, 30) if is_large else (1, 2, 3, 5, 8)
     stems = [tuple(_tokens(rng, rng.choice((16, 20, 32, 33)))) for _ in range(2)]
@@ -223,7 +223,7 @@ def _asked(rng: Random, limits: BatchLimits, horizon_ns: int, is_large: bool) ->
         if rng.random() < 0.04:
             prompt = tuple(_tokens(rng, limits.context_tokens + rng.randint(0, 2)))
         asked.append(
-            Asked(
+            ToyRequest(
                 name=f"r{number}",
                 at_ns=int(rng.random() * horizon_ns),
                 prompt=prompt,

@@ -5,22 +5,22 @@ Kept apart from the processes: a process knows what it could know, this sees all
 
 from typing import TYPE_CHECKING
 
-from services.core.flip import Conclude, FlipOutcome
-from services.core.flip_participant import ParticipantState
+from services.core.flip.messages import Conclude, FlipOutcome
+from services.core.flip.participant import ParticipantState
+from services.core.flip.records import Concluded, Entered, FlipKey, Record
 from services.core.ids import BLOCK_SLOTS, BlockId, FlipId, Generation, Rank
-from services.core.log_follower import LogState
+from services.core.log import LogState
 from services.core.step import CommitEntry, LogEntry
-from services.mover.journal import Concluded, Entered, FlipKey, Record
 from tests.sim.case import Fault
-from tests.sim.data_plane import DataPlane
-from tests.sim.toy_model import EMPTY, chained, letter
-from tests.sim.world import InvariantError
+from tests.sim.processes.data_plane import DataPlane
+from tests.sim.processes.toy_model import EMPTY, chained, letter
+from tests.sim.processes.world import InvariantError
 
 if TYPE_CHECKING:
-    from tests.sim.group import Group
-    from tests.sim.rank import RankProcess
-    from tests.sim.resident_places import Place
-    from tests.sim.scheduler import PendingFlip, Run
+    from tests.sim.processes.group import Group
+    from tests.sim.processes.rank import RankProcess
+    from tests.sim.processes.resident_places import Place
+    from tests.sim.processes.scheduler import PendingFlip, Run
 
 
 class Checks:

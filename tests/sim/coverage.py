@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from services.core.flip import CoordinatorEffect, FlipOutcome, ParticipantEffect
-from services.core.flip_coordinator import FlipCoordinator
-from services.core.flip_participant import FlipParticipant
-from tests.sim.group import SHIPPED, Group, Parts
+from services.core.flip.coordinator import FlipCoordinator
+from services.core.flip.messages import CoordinatorEffect, FlipOutcome, ParticipantEffect
+from services.core.flip.participant import FlipParticipant
+from tests.sim.processes.group import SHIPPED, Group, Parts
 from tests.sim.run import Focus, no_collections, run_seed, unchanged
 
 Pair = tuple[Any, type]

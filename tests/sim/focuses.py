@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from services.core.ids import TokenId
 from tests.sim.case import MS, US, Case, Fault, Odds, Trigger
-from tests.sim.memory import Mode
+from tests.sim.processes.memory import Mode
 
 
 def mover_dies_at_enter(case: Case) -> Case:

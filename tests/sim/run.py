@@ -20,9 +20,9 @@ from multiprocessing import get_context
 from random import Random
 
 from tests.sim.case import Case, describe, draw_case
-from tests.sim.group import SHIPPED, Group, Parts
+from tests.sim.processes.group import SHIPPED, Group, Parts
+from tests.sim.processes.world import InvariantError
 from tests.sim.shrink import shrunk
-from tests.sim.world import InvariantError
 
 COLLECTED_SCHEDULES = 1_000
 """Between two collections."""

@@ -19,12 +19,12 @@ from pathlib import Path
 from random import Random
 
 from services.core.ids import LayoutKind, TokenId
-from services.scheduler.limits import BatchLimits
-from tests.sim.case import MS, US, Asked, Case, Fault, Odds, Trigger
-from tests.sim.group import Group
-from tests.sim.memory import Mode, Slip
-from tests.sim.toy_model import END_ID, VOCAB
-from tests.sim.world import InvariantError
+from services.scheduler.batch.limits import BatchLimits
+from tests.sim.case import MS, US, Case, Fault, Odds, ToyRequest, Trigger
+from tests.sim.processes.group import Group
+from tests.sim.processes.memory import Mode, Slip
+from tests.sim.processes.toy_model import END_ID, VOCAB
+from tests.sim.processes.world import InvariantError
 
 FOLDER = Path(__file__).parent / "scenarios"
 LINE = "-" * 8
@@ -85,7 +85,7 @@ class _Given:
     is_exclusive: bool = False
     limits: dict[str, int] = field(default_factory=dict)
     odds: dict[str, float] = field(default_factory=dict)
-    asked: list[Asked] = field(default_factory=list)
+    asked: list[ToyRequest] = field(default_factory=list)
     triggers: list[Trigger] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     slips: list[tuple[int, Slip]] = field(default_factory=list)
@@ -139,12 +139,12 @@ def _words(words: list[str]) -> dict[str, str]:
     return dict(zip(names, values, strict=True))
 
 
-def _asked(name: str, words: list[str]) -> Asked:
+def _asked(name: str, words: list[str]) -> ToyRequest:
     ends = "end" in words
     given = _words([word for word in words if word != "end"])
     first = ord(given.pop("from", "b")) - ord("a")
     length = int(given.pop("prompt"))
-    asked = Asked(
+    asked = ToyRequest(
         name=name,
         at_ns=_ns(given.pop("at", "0")),
         prompt=tuple(TokenId(1 + (first + place - 1) % (VOCAB - 1)) for place in range(length)),

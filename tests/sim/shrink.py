@@ -9,8 +9,8 @@ from dataclasses import replace
 from random import Random
 
 from tests.sim.case import Case
-from tests.sim.group import Group, Parts
-from tests.sim.world import InvariantError
+from tests.sim.processes.group import Group, Parts
+from tests.sim.processes.world import InvariantError
 
 NUM_DELAY_SEEDS = 12
 MAX_TRIES = 3_000

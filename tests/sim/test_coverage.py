@@ -5,9 +5,9 @@ from typing import Any, get_args
 
 import pytest
 
-from services.core.flip import CoordinatorEvent, FlipOutcome, FlipProtocolError, ParticipantEvent
-from services.core.flip_coordinator import CoordinatorState, FlipCoordinator
-from services.core.flip_participant import FlipParticipant, ParticipantState
+from services.core.flip.coordinator import CoordinatorState, FlipCoordinator
+from services.core.flip.messages import CoordinatorEvent, FlipOutcome, FlipProtocolError, ParticipantEvent
+from services.core.flip.participant import FlipParticipant, ParticipantState
 from services.core.ids import FlipId
 from tests.sim.case import DEADLINES
 from tests.sim.coverage import Coverage
@@ -20,7 +20,7 @@ from tests.sim.focuses import (
     mover_dies_at_enter,
     work_fails,
 )
-from tests.sim.memory import Mode
+from tests.sim.processes.memory import Mode
 
 FOCUSES = (
     a_rank_is_far_behind,

@@ -2,11 +2,13 @@
 
 import pytest
 
-from services.core.flip_coordinator import FlipCoordinator
-from services.core.flip_participant import FlipParticipant
-from services.mover.early import EarlyEvents
-from tests.sim.exhaustive import Explored, explore
-from tests.sim.faults_flip import (
+from services.core.flip.coordinator import FlipCoordinator
+from services.core.flip.participant import FlipParticipant
+from services.core.flip.pending_events import PendingEvents
+from tests.sim.space.exhaustive import Explored, explore
+from tests.sim.space.space import Space
+from tests.sim.space.state import ALL_CRASHES, Scope
+from tests.sim.specimens.faults_flip import (
     BoundParticipant,
     DeafCoordinator,
     EagerParticipant,
@@ -16,8 +18,6 @@ from tests.sim.faults_flip import (
     StandingMark,
     TakesAll,
 )
-from tests.sim.space import Space
-from tests.sim.space_state import ALL_CRASHES, Scope
 
 
 def whole(scope: Scope) -> Explored:
@@ -99,7 +99,7 @@ def test_a_recovered_attempt_that_does_not_say_enter_again_is_met() -> None:
 
 
 @pytest.mark.parametrize(("early", "num_flips"), [(Nothing, 1), (TakesAll, 2)])
-def test_early_events_that_are_forgotten_are_met(early: type[EarlyEvents], num_flips: int) -> None:
+def test_early_events_that_are_forgotten_are_met(early: type[PendingEvents], num_flips: int) -> None:
     found = explore(Space(Scope(num_ranks=2, num_flips=num_flips), early=early))
     assert found.violation is not None and found.violation.invariant == "each flip ends", found.text()
     assert found.path and found.text().splitlines()[0].startswith("    1  ")

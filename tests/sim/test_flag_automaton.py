@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
-from tests.sim.flag_automaton import FlagAutomaton, Topology, Variant, Verdict, broadcast, everyone, gather
-from tests.sim.wake_automaton import Rule, explore
+from tests.sim.automata.flag_automaton import FlagAutomaton, Topology, Variant, Verdict, broadcast, everyone, gather
+from tests.sim.automata.wake_automaton import Rule, explore
 
 
 def explored(variant: Variant, num_ranks: int, topologies: list[Topology], num_rounds: int) -> tuple[int, set[Verdict]]:

@@ -14,7 +14,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroupGloo
 
-from kernels.checksum import checksum, checksum_reference
+from kernels.cpu.checksum import checksum, checksum_reference
 
 SERVICES = Path(__file__).parents[2] / "services"
 POLLED_S = 0.5

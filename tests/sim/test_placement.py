@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from services.core.ids import BlockId, Rank
-from services.core.kv_reshard import BlockShare, block_shares, kv_holdings, row_plan
-from services.core.layout import ShardUnits, pp_layout, tp_layout
+from services.core.layout import ShardUnits
+from services.placement.cuts import pp_layout, tp_layout
+from services.placement.rows.transfers import BlockShare, block_shares, kv_holdings, row_plan
 
 UNITS = ShardUnits(num_layers=6, num_heads=12, num_kv_heads=6, ffn=64, ffn_unit=1, vocab=64)
 NUM_BLOCKS = 61

@@ -9,18 +9,18 @@ from random import Random
 import pytest
 
 from services.core.step import LogEntry
-from services.router.sessions import Choice
+from services.router.streams.sessions import Choice
 from tests.sim.case import MOMENTS, draw_case
 from tests.sim.focuses import nobody_is_hurt
-from tests.sim.group import SHIPPED
-from tests.sim.hunt import found
-from tests.sim.memory import Mode
-from tests.sim.old_ranks import GatedRank, OwingRank
-from tests.sim.rank import RankProcess
+from tests.sim.processes.group import SHIPPED
+from tests.sim.processes.memory import Mode
+from tests.sim.processes.rank import RankProcess
+from tests.sim.processes.world import TAIL_EVENTS, Channel, Process, World
 from tests.sim.run import run_in_processes, run_seed, run_seeds
 from tests.sim.shrink import shrunk
-from tests.sim.specimens import SPECIMENS, Specimen
-from tests.sim.world import TAIL_EVENTS, Channel, Process, World
+from tests.sim.specimens.hunt import found
+from tests.sim.specimens.old_ranks import GatedRank, OwingRank
+from tests.sim.specimens.specimens import SPECIMENS, Specimen
 
 NUM_SEEDS = 900
 NUM_BATCHES = 6
@@ -161,4 +161,4 @@ def test_the_page_names_what_finds_each_fault() -> None:
         if found_by.startswith("specimen "):
             assert fault in {name.replace(" ", "") for name in named}, found_by
         for file in re.findall(r"`(\w+\.py)`", found_by):
-            assert list(PAGE.parents[1].glob(f"tests/*/{file}")), file
+            assert list(PAGE.parents[1].glob(f"tests/**/{file}")), file

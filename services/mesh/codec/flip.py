@@ -7,7 +7,7 @@ from flipmesh.common.v1 import layout_pb2
 from flipmesh.mover.v1 import mover_service_pb2
 from flipmesh.worker.v1 import worker_service_pb2 as pb
 
-from services.core.flip import (
+from services.core.flip.messages import (
     AssembleReceived,
     CoordinatorEvent,
     DisarmReceived,

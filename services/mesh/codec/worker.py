@@ -3,7 +3,7 @@
 from flipmesh.common.v1 import layout_pb2
 from flipmesh.worker.v1 import worker_service_pb2 as pb
 
-from services.core.ids import BlockId, Epoch, FlipId, Generation, RequestId, RequestIndex, Sequence, TokenId
+from services.core.ids import BlockId, Epoch, FlipId, Generation, LogIndex, RequestId, RequestIndex, TokenId
 from services.core.step import (
     AbandonEntry,
     AdmittedRequest,
@@ -63,7 +63,7 @@ def entry_from_proto(message: pb.ExecuteStepsRequest) -> LogEntry:
     return LogEntry(
         generation=Generation(message.fence.generation),
         epoch=Epoch(message.fence.epoch),
-        sequence=Sequence(message.sequence),
+        sequence=LogIndex(message.sequence),
         entry=_entry_from_proto(message),
     )
 
@@ -130,7 +130,7 @@ def _plan_from_proto(message: pb.StepPlan) -> StepPlan:
         row_start=list(message.row_start),
         row_num_tokens=list(message.row_num_tokens),
         sampled_row=list(message.sampled_row),
-        tokens_through=Sequence(message.tokens_through) if message.HasField("tokens_through") else None,
+        tokens_through=LogIndex(message.tokens_through) if message.HasField("tokens_through") else None,
         dead_from=BlockId(message.dead_from) if message.HasField("dead_from") else None,
     )
 
@@ -179,7 +179,7 @@ def report_from_proto(message: pb.StepReport) -> StepReport:
         CodecError: parallel lists of different lengths.
     """
     return StepReport(
-        sequence=Sequence(message.sequence),
+        sequence=LogIndex(message.sequence),
         digest=message.digest,
         compute_ns=message.compute_ns,
         wait_ns=message.wait_ns,

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.attention import paged_attention
-from kernels.collective_status import Purpose
-from kernels.elementwise import rms_norm, rope_and_store, rope_table, silu_mul
-from kernels.linear import Matrix, take_rows
-from services.formats.geometry import RopePairing
-from services.worker.batch import Batch
-from services.worker.kv_cache import Pool
+from kernels.cpu.attention import paged_attention
+from kernels.cpu.collective_status import Purpose
+from kernels.cpu.elementwise import rms_norm, rope_and_store, rope_table, silu_mul
+from kernels.cpu.linear import Matrix, take_rows
+from services.models.geometry import RopePairing
+from services.worker.memory.rows.kv_cache import Pool
 from services.worker.model.products import Weight, multiply
 from services.worker.model.stage import StageSpec, Weights
 from services.worker.model.token_attention import Rotary, TokenAttention, TokenStep
+from services.worker.steps.inputs import Batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kernels import linear
-from kernels.linear import Matrix
+from kernels.cpu import linear
+from kernels.cpu.linear import Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ Weight = Matrix | PiecedMatrix
 
 
 def multiply(x_TK: Tensor, weight: Weight, out_TN: Tensor, *, accumulate: bool = False) -> None:
-    """out = x @ W^T, or out += x @ W^T; see kernels.linear.multiply."""
+    """out = x @ W^T, or out += x @ W^T; see kernels.cpu.linear.multiply."""
     if isinstance(weight, Matrix):
         linear.multiply(x_TK, weight, out_TN, accumulate=accumulate)
         return

@@ -11,13 +11,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.collective_status import Purpose
+from kernels.cpu.collective_status import Purpose
 from services.core.layout import RankShare, Span
-from services.formats.geometry import ModelGeometry
-from services.worker.batch import Batch
-from services.worker.kv_cache import Pool
+from services.models.geometry import ModelGeometry
+from services.worker.memory.rows.kv_cache import Pool
 from services.worker.model.products import Weight
 from services.worker.model.token_attention import TokenPeers
+from services.worker.steps.inputs import Batch
 
 Reduce = Callable[[Tensor, Purpose], None]
 """Sums a contiguous float32 tensor over the ranks, in place; does nothing where this rank's sum is the whole."""

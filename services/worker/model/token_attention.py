@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.attention import merge_partials, paged_attention
-from kernels.elementwise import NO_SLOT, rope_and_store
+from kernels.cpu.attention import merge_partials, paged_attention
+from kernels.cpu.elementwise import NO_SLOT, rope_and_store
 from services.core.ids import BLOCK_SLOTS
 from services.core.layout import RankShare
-from services.worker.batch import Batch
-from services.worker.kv_cache import Pool
+from services.worker.memory.rows.kv_cache import Pool
+from services.worker.steps.inputs import Batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,74 @@
+"""Norms, gated activations and rotary positions; see kernels.cpu.elementwise for shapes and bounds.
+
+Sums of a norm and the cubic of GELU are taken in float64, as their bounds ask.
+"""
+
+import torch
+from torch import Tensor
+
+from services.core.ids import BLOCK_SLOTS
+
+NO_SLOT = -1
+"""Of a row that is turned and not stored."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """Over the last dimension; `out` may be `x`."""
+    wide = x.double()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    out.copy_(wide * scale * weight.double())
+
+
+def silu_mul(gate: Tensor, up: Tensor, out: Tensor) -> None:
+    """out = gate * sigmoid(gate) * up."""
+    wide = gate.double()
+    # 0 where e^-gate is beyond float32, as in C: the product would be a subnormal number or nothing.
+    out.copy_(torch.where(wide < -88.0, 0.0, wide * torch.sigmoid(wide)) * up.double())
+
+
+def gelu_tanh_mul(gate: Tensor, up: Tensor, out: Tensor) -> None:
+    """out = gelu(gate) * up, in the form that keeps its digits near 0."""
+    wide = gate.double()
+    out.copy_(wide * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (wide + 0.044715 * wide**3)) * up.double())
+
+
+def rope_and_store(
+    qkv_THD: tuple[Tensor, Tensor, Tensor],
+    positions: Tensor,
+    slots: Tensor,
+    cos_sin: Tensor,
+    pools: tuple[Tensor, Tensor],
+    kv_head_begin: int,
+    *,
+    interleaved: bool,
+) -> None:
+    """Turns q and k in place, then writes k and v; ValueError for a place out of range, before anything is written."""
+    q_THD, k_THD, v_THD = qkv_THD
+    _check_places("position", positions, 0, len(cos_sin), "rotary table")
+    _check_places("slot", slots, NO_SLOT, len(pools[0]) * BLOCK_SLOTS, "pool")
+    _rotate(q_THD, positions, cos_sin, interleaved=interleaved)
+    _rotate(k_THD, positions, cos_sin, interleaved=interleaved)
+    is_stored = slots != NO_SLOT
+    own_slots = slots[is_stored].long()
+    for rows_THD, pool in zip((k_THD, v_THD), pools, strict=True):
+        _store(rows_THD[is_stored], own_slots, pool, kv_head_begin)
+
+
+def _rotate(x_THD: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool) -> None:
+    rotary_dim = cos_sin.shape[1]
+    cosine, sine = cos_sin.index_select(0, positions.long())[:, None].chunk(2, dim=-1)
+    head = x_THD[..., :rotary_dim]
+    a, b = (head[..., 0::2], head[..., 1::2]) if interleaved else head.chunk(2, dim=-1)
+    turned_a, turned_b = a * cosine - b * sine, b * cosine + a * sine
+    a.copy_(turned_a)
+    b.copy_(turned_b)
+
+
+def _check_places(what: str, values_T: Tensor, least: int, limit: int, where: str) -> None:
+    for token in ((values_T < least) | (values_T >= limit)).nonzero().flatten()[:1].tolist():
+        raise ValueError(f"token {token} of the batch: {what} {int(values_T[token])} outside the {where}'s {limit}")
+
+
+def _store(rows_THD: Tensor, slots_T: Tensor, pool: Tensor, kv_head_begin: int) -> None:
+    heads = torch.arange(kv_head_begin, kv_head_begin + rows_THD.shape[1], device=pool.device)
+    pool.index_put_(((slots_T // BLOCK_SLOTS)[:, None], heads[None], (slots_T % BLOCK_SLOTS)[:, None]), rows_THD)

@@ -1,0 +1,370 @@
+"""The quantised products against ggml's own reference and float64, on every instruction set the machine has."""
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Iterator
+
+import kernels._native as _native
+import numpy as np
+import pytest
+import torch
+
+from kernels.cpu.linear import Matrix, dequantize, multiply, take_rows
+from services.models.ggml_types import GgmlType, GgmlTypeError, block_bytes, block_length, row_bytes
+from tests.parts.conftest import take_torch
+
+gguf = pytest.importorskip("gguf")
+
+KINDS = list(GgmlType)
+QUANTISABLE = [GgmlType[name] for name in ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")]
+LANES = [4, 8, 16]
+# Where a block keeps its float16 numbers: random bytes there would make infinities.
+HALVES = {
+    GgmlType.Q4_0: (0,),
+    GgmlType.Q4_1: (0, 2),
+    GgmlType.Q5_0: (0,),
+    GgmlType.Q5_1: (0, 2),
+    GgmlType.Q8_0: (0,),
+    GgmlType.Q2_K: (80, 82),
+    GgmlType.Q3_K: (108,),
+    GgmlType.Q4_K: (0, 2),
+    GgmlType.Q5_K: (0, 2),
+    GgmlType.Q6_K: (208,),
+}
+
+
+def random_bytes(kind: GgmlType, num_rows: int, num_columns: int, seed: int) -> np.ndarray:
+    """[rows, bytes] of random blocks with finite scales of both signs, zeros and subnormal ones among them."""
+    rng = np.random.default_rng(seed)
+    if block_length(kind) == 1:
+        values = torch.from_numpy(rng.standard_normal((num_rows, num_columns)).astype(np.float32))
+        dtype = {GgmlType.F32: torch.float32, GgmlType.F16: torch.float16, GgmlType.BF16: torch.bfloat16}[kind]
+        return values.to(dtype).view(torch.uint8).numpy()
+    blocks = rng.integers(0, 256, (num_rows, num_columns // block_length(kind), block_bytes(kind)), dtype=np.uint8)
+    for place in HALVES[kind]:
+        halves = (rng.standard_normal(blocks.shape[:2]) * 10.0 ** rng.integers(-8, 1, blocks.shape[:2])).astype(
+            np.float16
+        )
+        blocks[..., place : place + 2] = halves[..., None].view(np.uint8)
+    return blocks.reshape(num_rows, -1)
+
+
+def reference(data: np.ndarray, kind: GgmlType) -> torch.Tensor:
+    """[N, K] float32, by the gguf package."""
+    if kind is GgmlType.F32:
+        return torch.from_numpy(data.view(np.float32).copy())
+    if kind is GgmlType.F16:
+        return torch.from_numpy(data.view(np.float16).astype(np.float32))
+    return torch.from_numpy(gguf.quants.dequantize(data, gguf.GGMLQuantizationType(kind.value)))
+
+
+def view(data: np.ndarray, kind: GgmlType, num_columns: int) -> Matrix:
+    return Matrix.from_buffer(memoryview(data).cast("B"), 0, kind, data.shape[0], num_columns)
+
+
+def poisoned(*shape: int) -> torch.Tensor:
+    return torch.full(shape, float("nan"))
+
+
+def assert_close(out_TN: torch.Tensor, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> None:
+    """Within 1e-5 of the product of the norms of a float64 reference, and no output left poisoned."""
+    expected_TN = x_TK.double() @ weight_NK.double().T
+    norms_TN = x_TK.double().norm(dim=1)[:, None] * weight_NK.double().norm(dim=1)[None, :]
+    assert torch.isfinite(out_TN).all()
+    assert ((out_TN.double() - expected_TN).abs() <= 1e-5 * norms_TN + 1e-30).all()
+
+
+@pytest.fixture(params=[False, True], ids=["native", "portable"])
+def either_path(request: pytest.FixtureRequest) -> Iterator[None]:
+    _native.force_portable(request.param)
+    yield
+    _native.force_portable(False)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_dequantize_is_bit_exact_on_random_blocks(kind: GgmlType, lanes: int) -> None:
+    num_columns = 512 if block_length(kind) > 1 else 509
+    data = random_bytes(kind, 37, num_columns, seed=kind)
+    out = poisoned(37, num_columns)
+    dequantize(view(data, kind, num_columns), out, max_lanes=lanes)
+    assert torch.equal(out.view(torch.int32), reference(data, kind).view(torch.int32))
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("kind", QUANTISABLE)
+def test_dequantize_is_bit_exact_on_quantised_weights(kind: GgmlType, lanes: int) -> None:
+    weights = np.random.default_rng(1).standard_normal((19, 576)).astype(np.float32)
+    data = gguf.quants.quantize(weights, gguf.GGMLQuantizationType(kind.value)).view(np.uint8)
+    out = poisoned(19, 576)
+    dequantize(view(data, kind, 576), out, max_lanes=lanes)
+    assert torch.equal(out.view(torch.int32), reference(data, kind).view(torch.int32))
+    error = (out - torch.from_numpy(weights)).norm() / np.linalg.norm(weights)
+    assert error < 0.12  # it is the weights that come back, not merely what the reference says
+
+
+@pytest.mark.parametrize("kind", [GgmlType.F16, GgmlType.BF16])
+@pytest.mark.parametrize("lanes", LANES)
+def test_every_finite_half_is_read_exactly(kind: GgmlType, lanes: int) -> None:
+    dtype = torch.float16 if kind is GgmlType.F16 else torch.bfloat16
+    halves = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
+    halves = halves[~halves.isnan()][None]
+    out = poisoned(*halves.shape)
+    dequantize(view(halves.view(torch.uint8).numpy(), kind, halves.shape[1]), out, max_lanes=lanes)
+    assert torch.equal(out.view(torch.int32), halves.float().view(torch.int32))
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_multiply_matches_float64_for_1_to_33_rows(kind: GgmlType, lanes: int) -> None:
+    num_columns = 768 if block_length(kind) > 1 else 771
+    for num_rows in (1, 2, 7, 12):
+        data = random_bytes(kind, num_rows, num_columns, seed=num_rows)
+        matrix, weights = view(data, kind, num_columns), reference(data, kind)
+        for num_tokens in (*range(1, 14), 32, 33, 70):
+            x = torch.randn(num_tokens, num_columns, generator=torch.Generator().manual_seed(num_tokens))
+            out = poisoned(num_tokens, num_rows)
+            multiply(x, matrix, out, max_lanes=lanes)
+            assert_close(out, x, weights)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 9])
+@pytest.mark.parametrize("kind", KINDS)
+def test_columns_beyond_one_pass_are_summed(kind: GgmlType, num_tokens: int) -> None:
+    """More columns than the panel (1536) and the sums of x (4096) hold at once."""
+    data = random_bytes(kind, 5, 8448, seed=3)
+    x = torch.randn(num_tokens, 8448, generator=torch.Generator().manual_seed(1))
+    out = poisoned(num_tokens, 5)
+    multiply(x, view(data, kind, 8448), out)
+    assert_close(out, x, reference(data, kind))
+    before = torch.randn(num_tokens, 5)
+    after = before.clone()
+    multiply(x, view(data, kind, 8448), after, accumulate=True)
+    torch.testing.assert_close(after, before + out, rtol=1e-5, atol=1e-5 * float(out.abs().max()))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 8])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("either_path")
+def test_strided_x_and_out_and_nothing_written_beside_out(kind: GgmlType, num_tokens: int) -> None:
+    data = random_bytes(kind, 11, 512, seed=4)
+    wide_x = torch.randn(num_tokens, 700, generator=torch.Generator().manual_seed(2))
+    wide_out = torch.full((num_tokens, 40), 7.0)
+    x, out = wide_x[:, 100:612], wide_out[:, 20:31]
+    out.fill_(float("nan"))
+    multiply(x, view(data, kind, 512), out)
+    assert_close(out, x, reference(data, kind))
+    assert (wide_out[:, :20] == 7).all()
+    assert (wide_out[:, 31:] == 7).all()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 6])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("either_path")
+def test_shards_by_rows_join_and_shards_by_columns_sum_to_the_whole(kind: GgmlType, num_tokens: int) -> None:
+    """P6.4: an uneven cut on block borders is as good as the whole."""
+    data = random_bytes(kind, 21, 1280, seed=5)
+    matrix, weights = view(data, kind, 1280), reference(data, kind)
+    x = torch.randn(num_tokens, 1280, generator=torch.Generator().manual_seed(3))
+    by_rows = poisoned(num_tokens, 21)
+    for begin, end in ((0, 9), (9, 9), (9, 20), (20, 21)):
+        multiply(x, matrix.rows(begin, end), by_rows[:, begin:end])
+    assert_close(by_rows, x, weights)
+    by_columns = torch.zeros(num_tokens, 21)
+    for begin, end in ((0, 768), (768, 768), (768, 1280)):
+        part = poisoned(num_tokens, 21)
+        multiply(x[:, begin:end], matrix.columns(begin, end), part)
+        assert_close(part, x[:, begin:end], weights[:, begin:end])
+        by_columns += part
+    assert_close(by_columns, x, weights)
+    both = matrix.rows(3, 8).columns(256, 512)
+    out = poisoned(5, 256)
+    dequantize(both, out)
+    assert torch.equal(out, weights[3:8, 256:512])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("either_path")
+def test_take_rows_is_dequantise_then_look_up(kind: GgmlType, dtype: torch.dtype) -> None:
+    """P4.3."""
+    data = random_bytes(kind, 50, 256, seed=6)
+    ids = torch.tensor([[49, 1], [0, 2], [7, 3], [7, 4]], dtype=dtype)[:, 0]
+    out = poisoned(4, 256)
+    take_rows(view(data, kind, 256), ids, out)
+    assert torch.equal(out, reference(data, kind)[ids.long()])
+
+
+@pytest.mark.parametrize("bad", [-1, 50, 2**31 - 1, -(2**31)])
+def test_take_rows_refuses_ids_outside_before_it_writes(bad: int) -> None:
+    matrix = view(random_bytes(GgmlType.Q8_0, 50, 64, seed=6), GgmlType.Q8_0, 64)
+    out = torch.full((3, 64), 7.0)
+    with pytest.raises(IndexError, match=rf"id {bad} at position 2 .* \[0, 50\)"):
+        take_rows(matrix, torch.tensor([1, 2, bad]), out)
+    assert (out == 7).all()
+    with pytest.raises(IndexError, match=r"\[0, 10\)"):
+        take_rows(matrix.rows(0, 10), torch.tensor([0, 1, 10]), out)
+
+
+def test_columns_within_a_block_and_ranges_outside_are_refused() -> None:
+    matrix = view(random_bytes(GgmlType.Q4_K, 4, 768, seed=7), GgmlType.Q4_K, 768)
+    with pytest.raises(ValueError, match=r"\[0, 384\) cut a Q4_K block.*256"):
+        matrix.columns(0, 384)
+    with pytest.raises(ValueError, match=r"columns \[256, 1024\) are not within.*\[0, 768\)"):
+        matrix.columns(256, 1024)
+    with pytest.raises(ValueError, match=r"rows \[3, 2\)"):
+        matrix.rows(3, 2)
+    with pytest.raises(ValueError, match=r"rows \[-1, 2\)"):
+        matrix.rows(-1, 2)
+    with pytest.raises(GgmlTypeError, match="100 elements"):
+        Matrix.from_buffer(memoryview(bytes(1000)), 0, GgmlType.Q4_0, 1, 100)
+    with pytest.raises(ValueError, match=r"bytes \[500, 1140\), but the buffer has 1000"):
+        Matrix.from_buffer(memoryview(bytes(1000)), 500, GgmlType.Q4_1, 32, 32)
+    with pytest.raises(ValueError, match="cannot lie 10 bytes apart"):
+        Matrix(4096, GgmlType.Q4_0, 2, 32, 10, None)
+
+
+def test_misfits_are_refused_with_both_sides() -> None:
+    matrix = Matrix.from_tensor(torch.zeros(8, 16))
+    with pytest.raises(ValueError, match=r"x must be \[2, 16\], got \[2, 15\]"):
+        multiply(torch.zeros(2, 15), matrix, torch.zeros(2, 8))
+    with pytest.raises(ValueError, match=r"out must be \[2, 8\], got \[3, 8\]"):
+        multiply(torch.zeros(2, 16), matrix, torch.zeros(3, 8))
+    with pytest.raises(ValueError, match="x must have inner stride 1"):
+        multiply(torch.zeros(16, 2).T, matrix, torch.zeros(2, 8))
+    with pytest.raises(ValueError, match="x must have 2 dimensions"):
+        multiply(torch.zeros(16), matrix, torch.zeros(2, 8))
+    with pytest.raises(ValueError, match="float16"):
+        multiply(torch.zeros(2, 16, dtype=torch.float16), matrix, torch.zeros(2, 8))
+    with pytest.raises(ValueError, match="has no memory"):
+        multiply(torch.zeros(2, 16, device="meta"), matrix, torch.zeros(2, 8))
+    with pytest.raises(ValueError, match=r"out must be \[8, 16\]"):
+        dequantize(matrix, torch.zeros(16, 8))
+    with pytest.raises(ValueError, match="int16"):
+        take_rows(matrix, torch.zeros(2, dtype=torch.int16), torch.zeros(2, 16))
+    with pytest.raises(ValueError, match=r"out must be \[2, 16\]"):
+        take_rows(matrix, torch.zeros(2, dtype=torch.int64), torch.zeros(3, 16))
+    for bad in (torch.zeros(4, 4).T[:, :3], torch.zeros(4, 4, dtype=torch.float16), torch.zeros(4)):
+        with pytest.raises(ValueError, match="inner stride 1"):
+            Matrix.from_tensor(bad)
+
+
+def test_empty_rows_columns_and_tokens() -> None:
+    matrix = view(random_bytes(GgmlType.Q4_1, 6, 64, seed=8), GgmlType.Q4_1, 64)
+    out = poisoned(3, 6)
+    multiply(torch.zeros(3, 0), matrix.columns(64, 64), out)
+    assert (out == 0).all()
+    multiply(torch.zeros(3, 0), matrix.columns(64, 64), out.fill_(2.0), accumulate=True)
+    assert (out == 2).all()
+    multiply(torch.zeros(3, 64), matrix.rows(6, 6), torch.zeros(3, 0))
+    multiply(torch.zeros(0, 64), matrix, torch.zeros(0, 6))
+    take_rows(matrix, torch.zeros(0, dtype=torch.int64), torch.zeros(0, 64))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4])
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_read_past_the_end_of_the_mapping(kind: GgmlType, lanes: int, num_tokens: int) -> None:
+    """The matrix ends on the last byte of a page and the page after it may not be read: one byte too far is a crash."""
+    page = mmap.PAGESIZE
+    num_columns = 256 if block_length(kind) > 1 else 250
+    size = 3 * row_bytes(kind, num_columns)
+    num_bytes = -(-size // page) * page
+    mapping = mmap.mmap(-1, num_bytes + page)
+    begin, _ = _native.buffer_address(mapping)
+    libc = ctypes.CDLL(None, use_errno=True)
+    data = random_bytes(kind, 3, num_columns, seed=9)
+    mapping[num_bytes - size : num_bytes] = data.tobytes()
+    no_access = 0
+    assert libc.mprotect(ctypes.c_void_p(begin + num_bytes), ctypes.c_size_t(page), no_access) == 0
+    matrix = Matrix.from_buffer(memoryview(mapping), num_bytes - size, kind, 3, num_columns)
+    x, out = torch.randn(num_tokens, num_columns), poisoned(num_tokens, 3)
+    multiply(x, matrix, out, max_lanes=lanes)
+    assert_close(out, x, reference(data, kind))
+
+
+def test_a_read_only_mapping_stays_open_while_a_view_lives() -> None:
+    data = random_bytes(GgmlType.Q8_0, 4, 64, seed=10)
+    mapping = mmap.mmap(-1, 4096)
+    mapping[: data.nbytes] = data.tobytes()
+    matrix = Matrix.from_buffer(memoryview(mapping).toreadonly(), 0, GgmlType.Q8_0, 4, 64).rows(1, 3)
+    with pytest.raises(BufferError):
+        mapping.close()
+    out = poisoned(2, 64)
+    dequantize(matrix, out)
+    assert torch.equal(out, reference(data, GgmlType.Q8_0)[1:3])
+    del matrix
+    mapping.close()
+
+
+def test_the_interpreter_lock_is_let_go_during_a_product() -> None:
+    """A second Python thread counts on while products run; held, the lock would keep it from counting at all."""
+    matrix = Matrix.from_tensor(torch.zeros(4096, 2048))
+    x, out = torch.zeros(64, 2048), torch.zeros(64, 4096)
+    counts: list[int] = []
+    started, ended = threading.Event(), threading.Event()
+
+    def count() -> None:
+        number = 0
+        started.set()
+        while not ended.is_set():
+            number += 1
+        counts.append(number)
+
+    counter = threading.Thread(target=count)
+    counter.start()
+    started.wait()
+    multiply(x, matrix, out)
+    ended.set()
+    counter.join()
+    assert counts[0] > 1000
+
+
+def test_the_answer_for_a_row_does_not_depend_on_what_the_other_rows_hold() -> None:
+    matrix = view(random_bytes(GgmlType.Q4_1, 9, 576, seed=11), GgmlType.Q4_1, 576)
+    for num_tokens in (2, 3, 5, 8):
+        x = torch.randn(num_tokens, 576)
+        first, second = poisoned(num_tokens, 9), poisoned(num_tokens, 9)
+        multiply(x, matrix, first)
+        x[1:] = torch.randn(num_tokens - 1, 576)
+        multiply(x, matrix, second)
+        assert torch.equal(first[0], second[0])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 33])
+def test_torch_multiplies_pieces_of_float32_as_c_does(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    """Cut by rows and columns, out of a wider x and into a wider out, against float64 and against C."""
+    weights = torch.randn(40, 96, generator=generator)
+    part, wanted = Matrix.from_tensor(weights).rows(3, 37).columns(10, 90), weights[3:37, 10:90]
+    x = torch.randn(num_tokens, 100, generator=generator)[:, 7:87]
+    native, by_torch = (torch.full((num_tokens, 50), 7.0) for _ in range(2))
+    multiply(x, part, native[:, 4:38])
+    multiply(x, part, native[:, 4:38], accumulate=True)
+    take_torch(monkeypatch)
+    multiply(x, part, by_torch[:, 4:38])
+    assert_close(by_torch[:, 4:38], x, wanted)
+    multiply(x, part, by_torch[:, 4:38], accumulate=True)
+    torch.testing.assert_close(by_torch, native, rtol=1e-5, atol=1e-4)
+    assert (by_torch[:, :4] == 7).all() and (by_torch[:, 38:] == 7).all()
+
+
+def test_torch_takes_rows_and_refuses_what_it_cannot_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = torch.arange(60.0).view(10, 6)
+    take_torch(monkeypatch)
+    matrix, out = Matrix.from_tensor(weights).rows(2, 9), torch.full((3, 6), 7.0)
+    with pytest.raises(IndexError, match=r"id 7 at position 2 .* \[0, 7\)"):
+        take_rows(matrix, torch.tensor([1, 2, 7]), out)
+    assert (out == 7).all()
+    take_rows(matrix, torch.tensor([6, 0, 3], dtype=torch.int32), out)
+    assert torch.equal(out, weights[[8, 2, 5]])
+    stored = view(random_bytes(GgmlType.Q8_0, 4, 64, seed=1), GgmlType.Q8_0, 64)
+    with pytest.raises(ValueError, match="type Q8_0 in a memoryview cannot be seen as a float32 tensor"):
+        multiply(torch.zeros(2, 64), stored, torch.zeros(2, 4))
+    with pytest.raises(ValueError, match=r"\[2, 5\]"):
+        multiply(torch.zeros(2, 5), matrix, torch.zeros(2, 7))
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    with pytest.raises(ValueError, match="TF32"):
+        multiply(torch.zeros(2, 6), matrix, torch.zeros(2, 7))
