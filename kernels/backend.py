@@ -1,9 +1,9 @@
 """What a rank computes with: one interface, an implementation for each kind of device, planned once a step.
 
-A model is written against `Backend` and never asks where a tensor lies. `plan` turns a step's inputs into what attention
-needs, once for each `AttentionShape` that the model has; the other calls run once a layer. Every call enqueues: it may
-return before a device has done it, and nothing in it waits for a device. Tensors keep their addresses between steps, so
-that a device may capture a step and replay it.
+A model is written against `Backend` and never asks where a tensor lies. `plan` turns a step's inputs into what
+attention needs, once for each `AttentionShape` that the model has; the other calls run once a layer. Every call
+enqueues: it may return before a device has done it, and nothing in it waits for a device. Tensors keep their addresses
+between steps, so that a device may capture a step and replay it.
 
 Implementations: `cpu` (C kernels over host memory), `reference` (plain torch on any device: the oracle of the others).
 
@@ -144,7 +144,13 @@ class Backend(Protocol):
         """Turns queries and keys in place by position and writes keys and values to this layer's planes."""
 
     def attend(
-        self, planned: Planned, q_THD: Tensor, keys: Tensor, values: Tensor, out_THD: Tensor, lse_TH: Tensor | None = None
+        self,
+        planned: Planned,
+        q_THD: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out_THD: Tensor,
+        lse_TH: Tensor | None = None,
     ) -> None:
         """Causal attention over this layer's planes; `lse_TH` takes each query's log-sum-exp where parts are merged."""
 

@@ -43,6 +43,4 @@ class Peers:
 
     def exchange(self, source: Tensor, sizes: list[int], out: Tensor, purpose: Purpose) -> None:
         """Gives every rank its part of `source` and takes what all have for this one; see Carrier.all_to_all."""
-        self.clock.timed(
-            self.carrier.all_to_all, source, sizes, out, deadline_s=self.deadline_s, purpose=purpose
-        )
+        self.clock.timed(self.carrier.all_to_all, source, sizes, out, deadline_s=self.deadline_s, purpose=purpose)

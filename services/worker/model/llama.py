@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.backend import Rotary, StepInputs
 from kernels.cpu.attention import paged_attention
 from kernels.cpu.collective_status import Purpose
 from kernels.cpu.elementwise import rms_norm, rope_and_store, rope_table, silu_mul
@@ -22,8 +23,7 @@ from services.models.geometry import RopePairing
 from services.worker.memory.rows.kv_cache import Pool
 from services.worker.model.products import Weight, multiply
 from services.worker.model.stage import StageSpec, Weights
-from services.worker.model.token_attention import Rotary, TokenAttention, TokenStep
-from services.worker.steps.inputs import Batch
+from services.worker.model.token_attention import TokenAttention, TokenStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,31 +108,32 @@ class LlamaStage:
         self._rotary = Rotary(table.to(spec.place), geometry.rope_pairing is RopePairing.INTERLEAVED)
         self._buffers = Activations(spec)
         self._by_tokens = None
-        if spec.token_peers is not None:
+        if spec.cut_by_tokens:
+            assert spec.peers is not None, "rows of the cache are cut among peers"
             dim, rows = geometry.head_dim, spec.max_batch_tokens
-            self._by_tokens = TokenAttention(spec.token_peers, dim, rows, self._rotary)
+            self._by_tokens = TokenAttention(spec.peers, dim, rows, self._rotary)
 
     def hidden(self, num_tokens: int) -> Tensor:
         """[T, hidden_size]: the residual stream."""
         return _view(self._buffers.hidden, num_tokens, self._spec.geometry.hidden_size)
 
-    def embed(self, batch: Batch) -> None:
+    def embed(self, inputs: StepInputs) -> None:
         """Begins the residual stream from the ids."""
         assert isinstance(self._embedding, Matrix), "the residual stream begins where the first layer is"
-        take_rows(self._embedding, batch.input_ids, self.hidden(batch.num_tokens))
+        take_rows(self._embedding, inputs.input_ids, self.hidden(inputs.num_tokens))
 
-    def layers(self, batch: Batch, pool: Pool) -> None:
+    def layers(self, inputs: StepInputs, pool: Pool) -> None:
         """Runs this share's layers."""
-        step = _Step(self._spec, self._buffers, self._rotary, batch)
-        by_tokens = None if self._by_tokens is None else self._by_tokens.step(batch, pool)
+        step = _Step(self._spec, self._buffers, self._rotary, inputs)
+        by_tokens = None if self._by_tokens is None else self._by_tokens.step(inputs, pool)
         for layer in self._layers:
             step.attend(layer, pool, by_tokens)
             step.feed_forward(layer)
 
-    def logits(self, batch: Batch) -> Tensor:
+    def logits(self, inputs: StepInputs) -> Tensor:
         """[N, this share's vocabulary rows]."""
-        rows = self.hidden(batch.num_tokens).index_select(0, batch.sampled_tokens)
-        out = rows.new_empty((batch.num_sampled, len(self._spec.share.vocab)))
+        rows = self.hidden(inputs.num_tokens).index_select(0, inputs.sampled_tokens)
+        out = rows.new_empty((inputs.num_sampled, len(self._spec.share.vocab)))
         if self._head is not None and self._output_norm is not None:
             rms_norm(rows, self._output_norm, self._spec.geometry.norm_epsilon, rows)
             multiply(rows, self._head, out)
@@ -142,10 +143,10 @@ class LlamaStage:
 class _Step:
     """The views of one step, made once for all layers."""
 
-    def __init__(self, spec: StageSpec, buffers: Activations, rotary: Rotary, batch: Batch) -> None:
-        geometry, share, n = spec.geometry, spec.share, batch.num_tokens
+    def __init__(self, spec: StageSpec, buffers: Activations, rotary: Rotary, inputs: StepInputs) -> None:
+        geometry, share, n = spec.geometry, spec.share, inputs.num_tokens
         heads, kv_heads, dim = len(share.heads), len(share.kv_heads), geometry.head_dim
-        self.batch, self.spec, self.rotary = batch, spec, rotary
+        self.inputs, self.spec, self.rotary = inputs, spec, rotary
         self.hidden = _view(buffers.hidden, n, geometry.hidden_size)
         self.normed = _view(buffers.normed, n, geometry.hidden_size)
         self.qkv = _view(buffers.qkv, n, (heads + 2 * kv_heads) * dim)
@@ -172,7 +173,7 @@ class _Step:
 
     def _attend_by_heads(self, pool: Pool, keys: Tensor, values: Tensor) -> None:
         """Every row of this share's heads is here; a head that others have copies of is written to theirs as well."""
-        batch, share, k, v = self.batch, self.spec.share, self.k_heads, self.v_heads
+        inputs, share, k, v = self.inputs, self.spec.share, self.k_heads, self.v_heads
         kv_head_begin = share.kv_heads.begin - pool.first_kv_head
         if pool.copied_kv_heads:
             k, v = (torch.cat((heads, heads[:, pool.copied_kv_heads]), 1) for heads in (k, v))
@@ -180,8 +181,8 @@ class _Step:
             self.q_heads,
             k,
             v,
-            batch.positions,
-            batch.slots,
+            inputs.positions,
+            inputs.slots,
             self.rotary.table,
             keys,
             values,
@@ -192,10 +193,10 @@ class _Step:
             self.q_heads,
             keys,
             values,
-            batch.block_tables,
-            batch.row_of_sequence,
-            batch.query_start,
-            batch.context_tokens,
+            inputs.block_tables,
+            inputs.row_of_sequence,
+            inputs.query_start,
+            inputs.context_tokens,
             self.attended_heads,
             kv_head_begin=kv_head_begin,
             num_kv_heads=len(share.kv_heads),
@@ -218,7 +219,8 @@ class _Step:
             multiply(x, matrix, self.hidden, accumulate=self.spec.keeps_residual)
         elif not self.spec.keeps_residual:
             self.hidden.zero_()
-        self.spec.reduce(self.hidden, purpose)
+        if self.spec.peers is not None:
+            self.spec.peers.sum(self.hidden, purpose)
 
 
 def build(spec: StageSpec, store: Weights) -> LlamaStage:

@@ -1,26 +1,21 @@
 """What the runner knows of a model: one rank's part of it under one layout, whatever the architecture.
 
-Never knows ranks or carriers: where a sum over ranks is due, a stage calls the seam it was given.
+Never knows a carrier: where a sum over ranks is due, a stage calls its peers.
 """
 
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kernels.cpu.collective_status import Purpose
+from kernels.backend import StepInputs
 from services.core.layout import RankShare, Span
 from services.models.geometry import ModelGeometry
+from services.worker.dataplane.peers import Peers
 from services.worker.memory.rows.kv_cache import Pool
 from services.worker.model.products import Weight
-from services.worker.model.token_attention import TokenPeers
-from services.worker.steps.inputs import Batch
-
-Reduce = Callable[[Tensor, Purpose], None]
-"""Sums a contiguous float32 tensor over the ranks, in place; does nothing where this rank's sum is the whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +26,15 @@ class StageSpec:
     share: RankShare
     keeps_residual: bool
     """Whether this rank adds the residual to its partial sums; exactly one of those that are summed does."""
-    reduce: Reduce
+    peers: Peers | None
+    """Over whom partial sums are summed; None: this rank's sums are the whole."""
     max_batch_tokens: int
     max_context_tokens: int
     """Positions that the rotary table covers."""
     place: torch.device
     """Where the stage's tensors are, and those of its batches and pools."""
-    token_peers: TokenPeers | None = None
-    """Where the KV cache is cut by tokens: who has the other rows."""
+    cut_by_tokens: bool = False
+    """Whether peers have the other rows of the KV cache, of all heads."""
 
 
 class Weights(Protocol):
@@ -57,13 +53,13 @@ class Stage(Protocol):
     def hidden(self, num_tokens: int) -> Tensor:
         """[T, hidden_size] float32: the residual stream at constant addresses; received into, or sent from."""
 
-    def embed(self, batch: Batch) -> None:
+    def embed(self, inputs: StepInputs) -> None:
         """Begins the residual stream from the ids."""
 
-    def layers(self, batch: Batch, pool: Pool) -> None:
-        """Runs this share's layers over the residual stream; keys and values of the batch go to the pool first."""
+    def layers(self, inputs: StepInputs, pool: Pool) -> None:
+        """Runs this share's layers over the residual stream; keys and values of the inputs go to the pool first."""
 
-    def logits(self, batch: Batch) -> Tensor:
+    def logits(self, inputs: StepInputs) -> Tensor:
         """[N, this share's vocabulary rows] float32, for the sampled rows alone; overwritten by the next call."""
 
 

@@ -9,63 +9,42 @@ Never decides whose a row is: the pool's places say.
 Shapes: T tokens, N ranks, Hq and Hkv heads of one rank, D head dimension, W = (Hq + 2 Hkv) * D of one rank.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from kernels.backend import Rotary, StepInputs
 from kernels.cpu.attention import merge_partials, paged_attention
+from kernels.cpu.collective_status import Purpose
 from kernels.cpu.elementwise import NO_SLOT, rope_and_store
 from services.core.ids import BLOCK_SLOTS
 from services.core.layout import RankShare
+from services.worker.dataplane.peers import Peers
 from services.worker.memory.rows.kv_cache import Pool
-from services.worker.steps.inputs import Batch
-
-
-@dataclass(frozen=True, slots=True)
-class TokenPeers:
-    """The ranks that have the other rows, and the two ways to them."""
-
-    rank: int
-    shares: tuple[RankShare, ...]
-    gather: Callable[[Tensor, list[int]], Tensor]
-    """Everybody's [T, width] side by side, given the widths."""
-    all_to_all: Callable[[Tensor, list[int], Tensor], None]
-    """See Carrier."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rotary:
-    """How positions turn heads; see `rope_and_store`."""
-
-    table: Tensor
-    is_interleaved: bool
 
 
 class TokenAttention:
     """One rank's end, with buffers for the largest step where the rotary table is."""
 
-    def __init__(self, peers: TokenPeers, head_dim: int, max_batch_tokens: int, rotary: Rotary) -> None:
+    def __init__(self, peers: Peers, head_dim: int, max_batch_tokens: int, rotary: Rotary) -> None:
         self.peers, self.head_dim, self.rotary = peers, head_dim, rotary
         counts = [len(share.heads) for share in peers.shares]
         part = max_batch_tokens * (head_dim + 1)
         self.given = rotary.table.new_zeros(part * sum(counts))
         self.taken = rotary.table.new_zeros(part * len(counts) * counts[peers.rank])
 
-    def step(self, batch: Batch, pool: Pool) -> "TokenStep":
+    def step(self, inputs: StepInputs, pool: Pool) -> "TokenStep":
         """One step's views, for all of its layers."""
-        return TokenStep(self, batch, pool)
+        return TokenStep(self, inputs, pool)
 
 
 class TokenStep:
     """Views made once for all layers."""
 
-    def __init__(self, owner: TokenAttention, batch: Batch, pool: Pool) -> None:
+    def __init__(self, owner: TokenAttention, inputs: StepInputs, pool: Pool) -> None:
         assert pool.places is not None, "the pool of a layout that is cut by tokens says where its blocks lie"
-        self._owner, self._batch, self._places = owner, batch, pool.places
-        self._slots = _own_slots(batch.slots, pool.places)
-        shares, dim, n = owner.peers.shares, owner.head_dim, batch.num_tokens
+        self._owner, self._batch, self._places = owner, inputs, pool.places
+        self._slots = _own_slots(inputs.slots, pool.places)
+        shares, dim, n = owner.peers.shares, owner.head_dim, inputs.num_tokens
         self._widths = [(len(share.heads) + 2 * len(share.kv_heads)) * dim for share in shares]
         self._sizes = [n * len(share.heads) * (dim + 1) for share in shares]
         own, own_size = len(shares[owner.peers.rank].heads), self._sizes[owner.peers.rank]
@@ -80,14 +59,14 @@ class TokenStep:
         `own`: its queries, keys and values side by side, not turned; `keys`, `values`: this layer's planes.
         """
         peers = self._owner.peers
-        everyone = peers.gather(own_TW, self._widths)
+        everyone = peers.gather(own_TW, self._widths, Purpose.ATTENTION_INPUT)
         given = torch.split(self._given, self._sizes)
         columns = torch.split(everyone, self._widths, dim=1)
         turned = [self._store(heads, share, keys, values) for heads, share in zip(columns, peers.shares, strict=True)]
         for q_THD, share, part in zip(turned, peers.shares, given, strict=True):
             if len(share.heads):
                 self._attend_part(q_THD, share, keys, values, part)
-        peers.all_to_all(self._given, self._sizes, self._taken)
+        peers.exchange(self._given, self._sizes, self._taken, Purpose.ATTENTION_PARTS)
         if out_THD.numel():
             merge_partials(self._parts_NTHD, self._lse_NTH, out_THD)
 
@@ -113,15 +92,15 @@ class TokenStep:
 
     def _attend_part(self, q_THD: Tensor, share: RankShare, keys: Tensor, values: Tensor, part: Tensor) -> None:
         """One rank's queries over the rows that lie here."""
-        batch, (n, heads, dim) = self._batch, q_THD.shape
+        inputs, (n, heads, dim) = self._batch, q_THD.shape
         paged_attention(
             q_THD,
             keys,
             values,
-            batch.block_tables,
-            batch.row_of_sequence,
-            batch.query_start,
-            batch.context_tokens,
+            inputs.block_tables,
+            inputs.row_of_sequence,
+            inputs.query_start,
+            inputs.context_tokens,
             part[: n * heads * dim].view(n, heads, dim),
             kv_head_begin=share.kv_heads.begin,
             num_kv_heads=len(share.kv_heads),

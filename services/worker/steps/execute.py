@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.backend import StepInputs
 from kernels.cpu.collective_status import AbortReason, Purpose
 from services.core.ids import Epoch, FlipId, LayoutKind, LogIndex, Rank
 from services.core.layout import KvSharding, Layout
@@ -23,7 +24,7 @@ from services.core.ring import RecordKind
 from services.core.step import AbandonEntry, CommitEntry, FlipEntry, LogEntry, ResetEntry, StepPlan, StepReport
 from services.models.geometry import ModelGeometry
 from services.worker.dataplane.carrier import Carrier
-from services.worker.dataplane.token_peers import token_peers
+from services.worker.dataplane.peers import Peers
 from services.worker.memory.device import HOST, RankDevice
 from services.worker.memory.rank_memory import RankMemory, work_on
 from services.worker.memory.rows.kv_cache import Pool
@@ -33,7 +34,7 @@ from services.worker.participation import FlipAnswer, Parked, Resumed, Switched,
 from services.worker.ring import RingWriter
 from services.worker.steps.active_layout import Held, LayoutHolder, switch_all
 from services.worker.steps.id_space import check_id_space
-from services.worker.steps.inputs import Batch, make_batch
+from services.worker.steps.inputs import inputs_on, make_inputs
 from services.worker.steps.sampler import Sampled, Sampler
 from services.worker.steps.table import Int32s, Int64s, RequestTable, Rows, TableLimits
 from services.worker.steps.wait_clock import WaitClock
@@ -165,20 +166,16 @@ class Runner:
 
     def _spec(self, layout: Layout) -> StageSpec:
         summed = layout.kind is LayoutKind.TP and layout.num_ranks > 1
-        by_tokens = summed and layout.kv_sharding is KvSharding.TOKENS
         return StageSpec(
             geometry=self._geometry,
             share=layout.shares[self._rank],
             keeps_residual=not summed or self._rank == 0,
-            reduce=self._all_reduce if summed else _keep,
+            peers=Peers(self._carrier, layout.shares, self._clock, self._limits.deadline_s) if summed else None,
             max_batch_tokens=self._limits.max_batch_tokens,
             max_context_tokens=self._geometry.max_context_tokens,
             place=self._device.place,
-            token_peers=token_peers(layout, self._carrier, self._clock, self._limits.deadline_s) if by_tokens else None,
+            cut_by_tokens=summed and layout.kv_sharding is KvSharding.TOKENS,
         )
-
-    def _all_reduce(self, partial: Tensor, purpose: Purpose) -> None:
-        self._clock.timed(self._carrier.all_reduce, partial, deadline_s=self._limits.deadline_s, purpose=purpose)
 
     @property
     def pool(self) -> Pool | None:
@@ -309,9 +306,9 @@ class Runner:
         self._chain(sequence, rows, input_ids)
         digest = int.from_bytes(self._digest, "little")
         self._record(RecordKind.STEP_BEGAN, sequence, digest=digest)
-        batch = make_batch(resident, rows, input_ids).on(self._device.place)
-        self._run(active, batch, sequence)
-        sampled = self._sample(active, resident, rows, batch, sequence) if batch.num_sampled else None
+        inputs = inputs_on(make_inputs(resident, rows, input_ids), self._device.place)
+        self._run(active, inputs, sequence)
+        sampled = self._sample(active, resident, rows, inputs, sequence) if inputs.num_sampled else None
         self._device.finish()
         waited_ns = self._clock.waited_ns - waited_ns
         compute_ns = time.perf_counter_ns() - began_ns - waited_ns
@@ -349,29 +346,29 @@ class Runner:
             chain.update(values.tobytes())
         self._digest = chain.digest()
 
-    def _run(self, active: ActiveLayout, batch: Batch, sequence: LogIndex) -> None:
+    def _run(self, active: ActiveLayout, inputs: StepInputs, sequence: LogIndex) -> None:
         layout, stage = active.layout, active.stage
         last = layout.num_ranks - 1
         piped = layout.kind is LayoutKind.PP
-        hidden = stage.hidden(batch.num_tokens)
+        hidden = stage.hidden(inputs.num_tokens)
         deadline_s, purpose, timed = self._limits.deadline_s, Purpose.HIDDEN_STATES, self._clock.timed
         if piped and self._rank > 0:
             timed(self._carrier.recv, hidden, self._rank - 1, sequence, deadline_s=deadline_s, purpose=purpose)
         else:
-            stage.embed(batch)
+            stage.embed(inputs)
         self._record(RecordKind.LAYERS_ENTERED, sequence)
-        stage.layers(batch, active.pool)
+        stage.layers(inputs, active.pool)
         if piped and self._rank < last:
             self._record(RecordKind.HIDDEN_SENT, sequence, key=self._rank + 1)
             timed(self._carrier.send, hidden, self._rank + 1, sequence, deadline_s=deadline_s, purpose=purpose)
 
     def _sample(
-        self, active: ActiveLayout, resident: RequestTable, rows: Rows, batch: Batch, step: LogIndex
+        self, active: ActiveLayout, resident: RequestTable, rows: Rows, inputs: StepInputs, step: LogIndex
     ) -> Sampled | None:
         """Samples on the sampling rank, for all; every rank remembers that these ids are to come."""
         request, position = rows.request[rows.sampled], rows.context_tokens[rows.sampled].astype(np.int64)
         self._record(RecordKind.SAMPLING, step)
-        logits = self._whole_logits(active, batch)
+        logits = self._whole_logits(active, inputs)
         sampled = None
         if logits is not None:
             sampled = self._sampler.sample(logits.cpu(), resident, request, position)
@@ -381,21 +378,17 @@ class Runner:
         self._unread.append(_Unread(step, request, position, None if sampled is None else sampled.ids))
         return sampled
 
-    def _whole_logits(self, active: ActiveLayout, batch: Batch) -> Tensor | None:
+    def _whole_logits(self, active: ActiveLayout, inputs: StepInputs) -> Tensor | None:
         """[N, vocab_size] on the sampling rank, None elsewhere."""
         layout = active.layout
         samples = self._rank == layout.sampling_rank
         if layout.kind is LayoutKind.PP or layout.num_ranks == 1:
-            return active.stage.logits(batch) if samples else None
+            return active.stage.logits(inputs) if samples else None
         return self._clock.timed(
             self._carrier.all_gather_columns,
-            active.stage.logits(batch),
+            active.stage.logits(inputs),
             [len(share.vocab) for share in layout.shares],
             to_rank=layout.sampling_rank,
             deadline_s=self._limits.deadline_s,
             purpose=Purpose.LOGITS,
         )
-
-
-def _keep(partial: Tensor, purpose: Purpose) -> None:
-    """The reduction where this rank's sum is the whole."""
