@@ -4,10 +4,11 @@ import argparse
 import sys
 
 from services.core.errors import ConfigurationError, MeshError
-from tools import budget, control, fetch, flips, oracle, status
+from tools import budget, control, fetch, flips, status
 from tools.acceptance import run as acceptance
 from tools.bench import run as bench
 from tools.mesh_client import NotRunningError
+from tools.oracle import run as oracle
 
 EX_UNAVAILABLE = 69
 

@@ -38,7 +38,7 @@ class StepStream:
         self._rig, self._incarnation, self._on_report = rig, incarnation, on_report
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
-        rank = rig.runner if holds is None else HeldRank(rig.runner, holds)
+        rank = rig.runner if holds is None else HeldRank(rig.runner, holds, rig.runner.damage)
         self._execution = Execution(rank, self._notify)
         self.participation = Participation(rig.rank, self._execution.offer_work)
         self._fence = layout_pb2.Fence()

@@ -26,7 +26,8 @@ from tests.faults.strike import LOOK_AGAIN_S, holding, strike, until_nothing_is_
 from tests.mesh.support.flipping import Bench
 from tools.load.load import Heard, Load
 from tools.mesh_client import NotRunningError
-from tools.oracle import asks_of, first_difference, judge
+from tools.oracle.asks import asks_of
+from tools.oracle.compare import first_difference, judge
 
 CELL_S = 100.0
 """A cell that takes longer hangs."""

@@ -8,6 +8,7 @@ import pytest
 from tests.mesh.support.flipping import ASKS, bench_of
 from tests.mesh.support.meshes import Mesh, started
 from tools.load.load import Heard
+from tools.oracle.compare import control_faults
 
 RULES = {"min_dwell_s": 0.5, "rest_s": 1.0, "prefill_threshold_tokens": 512, "release_threshold_tokens": 64}
 """The policy's numbers for a test: a flip within a second of its cause."""
@@ -15,7 +16,7 @@ RULES = {"min_dwell_s": 0.5, "rest_s": 1.0, "prefill_threshold_tokens": 512, "re
 
 @pytest.fixture(scope="session")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    with started(tmp_path_factory.mktemp("mesh"), policy={"mode": "manual", **RULES}) as mesh:
+    with started(tmp_path_factory.mktemp("mesh"), policy={"mode": "manual", **RULES}, debug={"enabled": True}) as mesh:
         yield mesh
 
 
@@ -28,5 +29,5 @@ def control(mesh: Mesh) -> list[Heard]:
             return await bench.ask(ASKS), await bench.ask(ASKS)
 
     first, second = asyncio.run(ask())
-    assert [heard.token_ids for heard in first] == [heard.token_ids for heard in second]
+    assert not (faults := control_faults(first, second)), faults
     return first

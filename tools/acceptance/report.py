@@ -23,7 +23,7 @@ from tools.acceptance.figures import (
 )
 from tools.acceptance.verdict import DIRECTIONS, Check, Evidence, committed_under_load, crossings, judge_run
 from tools.bench.machine_facts import MachineFacts
-from tools.load.counting_probe import CountingProbe, Probed
+from tools.load.answer_probe import AnswerProbe, Probed
 from tools.load.http_load import Shape, Streamed
 from tools.load.observe import FlipSeen, Observer
 
@@ -72,7 +72,7 @@ class Run:
     seed: int
     """Of the prompts."""
     observer: Observer
-    probe: CountingProbe
+    probe: AnswerProbe
     verdicts_before: int
     readiness_s: float | None
     """None where the mesh ran already."""

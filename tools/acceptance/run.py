@@ -1,8 +1,9 @@
 """`flipmesh acceptance`: the whole promise in one unattended run, with a verdict that a script can believe.
 
 A mixed load of continuous decoders and long prompts (or a trace), first with no flips, as the control, then under the
-policy `auto`; counting streams beside it. Exit code 0 only if every check of `acceptance_verdict` passes. The mesh is
-one of its own unless `--running` names one. It decides nothing itself: it makes load, watches and has it judged.
+policy `auto`; beside it streams of free text whose answers are held against their control, by an instrument that has
+seen damaged rows first. Exit code 0 only if every check of `acceptance.verdict` passes. The mesh is one of its own
+unless `--running` names one. It decides nothing itself: it makes load, watches and has it judged.
 """
 
 import argparse
@@ -16,19 +17,20 @@ from pathlib import Path
 
 import anyio
 
-from services.core.errors import ConfigurationError
+from services.core.errors import ConfigurationError, MeshError
 from services.core.ids import LayoutKind
 from services.mesh.settings.tables import Settings, load_settings
 from tools.acceptance.page import page_of
 from tools.acceptance.report import Plan, Report, Run, Window, report_of
 from tools.bench.machine_facts import machine_facts
+from tools.load.answer_probe import AnswerProbe
 from tools.load.arrivals import fit, read_trace
-from tools.load.counting_probe import CountingProbe
 from tools.load.http_load import HttpLoad, Shape
 from tools.load.observe import Observer
 from tools.load.own_mesh import ROOT, own_mesh, read_address
 from tools.load.steering import bring_to, set_mode
 from tools.mesh_client import MeshClient
+from tools.oracle.positive_control import blind_spots, positive_control
 
 MAX_MINUTES = 24 * 60
 EXPECTED_FLIPS_PER_MINUTE = 4 / 3
@@ -145,10 +147,11 @@ async def accept(client: MeshClient, plan: Plan, readiness_s: float | None) -> R
     address = read_address(client.paths.address("router", "http"))
     load = HttpLoad(address, settings.model.name, plan.shape, settings.router.api_key)
     await bring_to(client, LayoutKind.TP)
-    observer, probe = Observer(client), CountingProbe(client)
+    observer, probe = Observer(client), AnswerProbe(client)
     await observer.look()
     verdicts_before = observer.num_verdicts
     await probe.take_control()
+    probe.control_faults += await _blind_spots(client)
     window = Window(control_begin_ns=time.time_ns())
     offset_ns = time.time_ns() - time.monotonic_ns()
     stops_s = time.monotonic() + plan.control_s + plan.minutes * 60
@@ -179,6 +182,14 @@ async def accept(client: MeshClient, plan: Plan, readiness_s: float | None) -> R
             facts=facts,
         )
     )
+
+
+async def _blind_spots(client: MeshClient) -> list[str]:
+    """Why the instrument cannot be believed: it must see damaged rows before it judges any."""
+    try:
+        return blind_spots(await positive_control(client, client.settings.group.num_ranks))
+    except MeshError as error:
+        return [f"damage cannot be done here, so that nothing shows that it would be seen: {error}"]
 
 
 async def _begin_auto(client: MeshClient, window: Window, control_s: float) -> None:

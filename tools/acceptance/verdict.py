@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tools.acceptance.figures import Growth
-from tools.load.counting_probe import Probed
+from tools.load.answer_probe import Probed
 from tools.load.http_load import Streamed
 from tools.load.observe import FlipSeen, LoadSample
-from tools.oracle import MAX_DIVERGED_SHARE
+from tools.oracle.compare import MAX_DIVERGED_SHARE
 
 MAX_PRIVATE_GROWTH_BYTES = 16 * 2**20
 """Of one process from the second to the last quarter: above what allocators keep of a busy moment."""
@@ -130,7 +130,7 @@ def _answers(evidence: Evidence) -> Check:
     wrong = [probe for probe in evidence.probed if probe.is_wrong]
     ties = sum(probe.difference is not None and probe.difference.is_near_tie for probe in evidence.probed)
     allowed = max(1, int(len(evidence.probed) * MAX_DIVERGED_SHARE))
-    words = [*evidence.control_faults, f"{len(evidence.probed)} counting streams"]
+    words = [*evidence.control_faults, f"{len(evidence.probed)} probing streams"]
     words += [f"{crossed[way]} across {way[0]} to {way[1]}" for way in DIRECTIONS]
     words += [f"{len(wrong)} wrong", f"{ties} parted at near ties, at most {allowed} may"]
     if wrong:

@@ -65,6 +65,7 @@ def tables_of(settings: Settings, *, num_ranks: int | None, state: Path, policy:
         "pool": {} if pool is None else {"num_blocks": pool},
         "router": {"http_port": 0},
         "policy": dict(policy),
+        "debug": {"enabled": True},
         "state": {"dir": str(state)},
     }
 

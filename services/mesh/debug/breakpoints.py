@@ -13,6 +13,8 @@ from enum import Enum
 
 import anyio
 
+from services.mesh.debug.damage import DamageOrders
+
 MAX_HELD_MS = 600_000
 """Longest arrival: above every deadline that it may be held against."""
 
@@ -70,10 +72,11 @@ class Hold:
 
 
 class Holds:
-    """The holds of one process, at most one for each point."""
+    """The holds of one process, at most one for each point, and the damage that is asked of it."""
 
     def __init__(self) -> None:
         self._set: dict[HoldPoint, Hold] = {}
+        self.damage = DamageOrders()
 
     def set(self, point: HoldPoint, bound_s: float) -> Hold | None:
         """A hold for the next arrival; None where one is set already."""

@@ -1,4 +1,4 @@
-"""The service by which a test holds this process at a point of a flip; refused unless `[debug] enabled` says otherwise.
+"""The service by which tests hold this process at points of a flip, or damage rows; refused unless `[debug] enabled`.
 
 A call is a hold: it ends with the call, so that nothing stays held by a test that has died. Never holds by itself.
 """
@@ -11,7 +11,12 @@ from flipmesh.common.v1 import debug_pb2 as pb
 from flipmesh.common.v1.debug_pb2_grpc import DebugServiceServicer
 
 from services.mesh.debug.breakpoints import MAX_HELD_MS, Hold, HoldPoint, Holds
+from services.mesh.debug.damage import DamageKind, NothingToDamageError
 
+DISABLED = (
+    "debug.enabled = false: this process cannot be held or damaged; set it in the deployment's TOML and start again"
+)
+DamageContext = grpc.aio.ServicerContext[pb.DamageRowsRequest, pb.DamageRowsResponse]
 HoldContext = grpc.aio.ServicerContext[pb.HoldProcessRequest, pb.HoldProcessResponse]
 
 
@@ -34,12 +39,33 @@ class DebugServer(DebugServiceServicer):
         await hold.over.wait()
         yield pb.HoldProcessResponse(state=pb.HOLD_STATE_EXPIRED)
 
+    async def DamageRows(  # noqa: N802 (the proto's name)
+        self, request: pb.DamageRowsRequest, context: DamageContext
+    ) -> pb.DamageRowsResponse:
+        """One damage, when the model thread has done it."""
+        if self._holds is None:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, DISABLED)
+        kinds = {kind.value: kind for kind in DamageKind}
+        if self._service != "worker" or request.kind not in kinds or not 1 <= request.bound_ms <= MAX_HELD_MS:
+            known = ", ".join(kind.name for kind in DamageKind)
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"kind {request.kind} within {request.bound_ms} ms of the {self._service}: one of {known} within 1 to "
+                f"{MAX_HELD_MS} ms expected, of a worker",
+            )
+        try:
+            what = await self._holds.damage.order(kinds[request.kind], request.seed, request.bound_ms * 1e-3)
+        except NothingToDamageError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except TimeoutError:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, f"no step came within {request.bound_ms} ms: have a request decode"
+            )
+        return pb.DamageRowsResponse(what=what)
+
     async def _set(self, request: pb.HoldProcessRequest, context: HoldContext) -> tuple[Holds, Hold]:
         if self._holds is None:
-            await context.abort(
-                grpc.StatusCode.PERMISSION_DENIED,
-                "debug.enabled = false: this process cannot be held; set it in the deployment's TOML and start again",
-            )
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, DISABLED)
         points = {point.value: point for point in HoldPoint if point.service == self._service}
         point = points.get(request.point)
         if point is None or not 1 <= request.bound_ms <= MAX_HELD_MS:

@@ -22,7 +22,9 @@ from services.core.layout import KvSharding, Layout
 from services.core.log import LogFollower, ProtocolError
 from services.core.ring import RecordKind
 from services.core.step import AbandonEntry, CommitEntry, FlipEntry, LogEntry, ResetEntry, StepPlan, StepReport
+from services.mesh.debug.damage import DamageKind
 from services.models.geometry import ModelGeometry
+from services.worker.damage import damage, rows_here
 from services.worker.dataplane.carrier import Carrier
 from services.worker.dataplane.peers import Peers
 from services.worker.memory.device import HOST, RankDevice
@@ -228,6 +230,15 @@ class Runner:
         answer = work_on(self._memory, flip, began_unix_ns)
         self._record(RecordKind.FLIP_DONE, self.follower.sequence)
         return answer
+
+    def damage(self, kind: DamageKind, seed: int) -> str:
+        """For instruments: damages rows of a running request between two steps; what was damaged.
+
+        Raises:
+            NothingToDamageError: no running request has rows enough here.
+        """
+        assert self._active is not None and self.resident is not None
+        return damage(rows_here(self._active.pool, self.resident, self._active.layout, self._rank), kind, seed)
 
     def _park(self, flip: FlipEntry, sequence: LogIndex) -> None:
         """Every earlier step is done; takes what is still to be taken, so that all channels are empty."""

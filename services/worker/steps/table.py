@@ -138,6 +138,10 @@ class RequestTable:
         """Places held."""
         return int(np.count_nonzero(self.admitted_at != _FREE))
 
+    def running(self) -> list[int]:
+        """Indexes of the requests that are in the batch."""
+        return np.flatnonzero(self.admitted_at != _FREE).tolist()
+
     @property
     def blocks_end(self) -> int:
         """One above the highest block of any table of a place that is held."""

@@ -24,7 +24,7 @@ from tests.mesh.support.meshes import Mesh
 from tools.control import flip_by_hand
 from tools.load.load import Ask, Heard, Load
 from tools.mesh_client import CALL_S, MeshClient, NotRunningError, mesh_client
-from tools.oracle import first_difference, judge
+from tools.oracle.compare import first_difference, judge
 
 PP, TP = LayoutKind.PP, LayoutKind.TP
 WAIT_S = 60.0

@@ -144,7 +144,7 @@ async def test_a_rank_is_held_before_or_after_what_the_point_says(
     point: HoldPoint, entries: list[object], before: list[object], after: list[object]
 ) -> None:
     bare, holds = Bare(), Holds()
-    rank = HeldRank(bare, holds)
+    rank = HeldRank(bare, holds, lambda kind, seed: "")
     rank.notice = lambda answer: bare.seen.append(type(answer))
 
     def drive() -> None:

@@ -15,13 +15,13 @@ from tools.acceptance.page import page_of
 from tools.acceptance.report import Plan, Run, Window, report_of, seconds_of
 from tools.acceptance.verdict import Evidence, judge_run
 from tools.bench.machine_facts import machine_facts
-from tools.load.counting_probe import CountingProbe, Probed, compare
+from tools.load.answer_probe import AnswerProbe, Probed, compare
 from tools.load.http_load import Shape, Streamed
 from tools.load.load import Heard
 from tools.load.observe import CostSample, FlipSeen, LoadSample, Observer, Span, cost_of, cpu_s
 from tools.load.own_mesh import ROOT, as_toml, tables_of
 from tools.mesh_client import MeshClient
-from tools.oracle import Difference
+from tools.oracle.compare import Difference
 
 MS = 1_000_000
 S = 1000 * MS
@@ -201,7 +201,7 @@ def run() -> Run:
     observer.spans.update(
         {0: Span("TP", 0, "start"), 12 * S: Span("PP", 12 * S, "prefill"), 14 * S: Span("TP", 14 * S, "x")}
     )
-    probe = CountingProbe(client, probed=[probed(11 * S, 15 * S)])
+    probe = AnswerProbe(client, probed=[probed(11 * S, 15 * S)])
     streams = [stream(11 * S, 100), stream(1 * S, 120), stream(12 * S, 3, every_ns=S, kind="burst")]
     plan = Plan(0.2, 8.0, 1, Shape(), "twelve <decoders>")
     facts = machine_facts(ROOT)

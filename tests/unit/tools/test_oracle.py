@@ -1,27 +1,20 @@
 """The oracle's judgement: right, near ties counted and capped, wrong after the flip, no verdict before it."""
 
+import math
+
 import pytest
 
 from tools.load.load import Heard
-from tools.oracle import (
-    EPSILON,
-    EXIT_CODES,
-    Difference,
-    Probe,
-    Verdict,
-    as_json,
-    as_text,
-    asks_of,
-    conclude,
-    first_difference,
-    judge,
-)
+from tools.oracle.asks import asks_of
+from tools.oracle.compare import EPSILON, MARGIN_BOUND, Difference, first_difference, judge
+from tools.oracle.positive_control import Shown, blind_spots
+from tools.oracle.run import EXIT_CODES, Probe, Verdict, as_json, as_text, conclude
 
 CONTROL = Heard([1, 2, 3, 4], [5.0, EPSILON / 2, 5.0, 5.0], [10, 20, 50, 60], " 13, 14")
 
 
 def heard(*token_ids: int) -> Heard:
-    return Heard(list(token_ids), [9.0] * len(token_ids))
+    return Heard(list(token_ids), [5.0, EPSILON / 2, 5.0, 5.0, 5.0][: len(token_ids)])
 
 
 def probe(failures: tuple[str, ...] = (), invalid: tuple[str, ...] = ()) -> Probe:
@@ -49,6 +42,30 @@ def test_the_first_difference_and_the_controls_margin_there(
     difference = first_difference(3, CONTROL, heard(*answer))
     assert difference is not None
     assert (difference.stream, difference.position, difference.is_near_tie) == (3, position, is_near_tie)
+
+
+@pytest.mark.parametrize("moved", [2 * MARGIN_BOUND, -2 * MARGIN_BOUND, math.nan])
+def test_a_margin_that_moved_is_a_difference_although_the_ids_are_the_same(moved: float) -> None:
+    """What damaged rows do first: the model says the same, less or more sure of it."""
+    answer = heard(1, 2, 3, 4)
+    answer.margins[2] += moved
+    difference = first_difference(0, CONTROL, answer)
+    assert difference is not None and difference.position == 2 and not difference.is_near_tie
+    failures, _ = judge([difference], [1])
+    assert len(failures) == 1 and "margin" in failures[0]
+
+
+def test_rounding_moves_margins_less_than_counts() -> None:
+    answer = heard(1, 2, 3, 4)
+    answer.margins = [margin + MARGIN_BOUND / 2 for margin in answer.margins]
+    assert first_difference(0, CONTROL, answer) is None
+
+
+def test_an_instrument_that_missed_damage_is_not_believed() -> None:
+    seen, nothing = Shown(0, "BLOCK", "block 3", 1), Shown(1, "HEAD", "", None)
+    assert blind_spots([seen, nothing]) == []
+    assert len(blind_spots([seen, Shown(1, "ROW", "row 5", None)])) == 1
+    assert len(blind_spots([nothing])) == 1, "no damage at all proves nothing"
 
 
 def test_a_wrong_token_after_the_flip_fails_and_one_before_it_invalidates() -> None:
@@ -86,7 +103,7 @@ def test_the_longest_gap_of_a_stream() -> None:
     assert (CONTROL.longest_gap_ns(), heard(1).longest_gap_ns()) == (30, 0)
 
 
-def test_each_stream_counts_from_a_number_of_its_own() -> None:
+def test_no_prompt_begins_like_another() -> None:
     asks = asks_of(3, 50)
-    assert asks[0].prompt == "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12,"
+    assert not any(one.prompt[:9] == other.prompt[:9] for one in asks for other in asks if one is not other)
     assert len({ask.prompt for ask in asks}) == 3 and all(ask.max_tokens == 50 for ask in asks)

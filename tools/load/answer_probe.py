@@ -1,7 +1,8 @@
-"""Answers held against themselves while a mesh flips on its own: counting streams, a control without a flip first.
+"""Answers held against themselves while a mesh flips on its own: streams of free text, a control without a flip first.
 
-A difference from the control counts as wrong unless the control's two best tokens were nearly equal there. The oracle
-does the same around one flip by hand; this runs beside a load until it is told to stop.
+A difference from the control, in ids or in margins, counts as wrong unless the control's two best tokens were nearly
+equal where the ids part. The oracle does the same around one flip by hand; this runs beside a load until it is told to
+stop. Damaged rows must have been seen first (positive_control), or the probe proves nothing.
 """
 
 import time
@@ -11,7 +12,8 @@ from dataclasses import dataclass, field
 from tools.load.load import Ask, Heard, Load
 from tools.load.observe import FlipSeen
 from tools.mesh_client import MeshClient
-from tools.oracle import Difference, asks_of, first_difference
+from tools.oracle.asks import asks_of
+from tools.oracle.compare import Difference, first_difference
 
 NUM_STREAMS = 2
 NUM_TOKENS = 72
@@ -44,7 +46,7 @@ class Probed:
 
 
 @dataclass(slots=True)
-class CountingProbe:
+class AnswerProbe:
     """The probe; `control_faults` empty: the instrument is valid."""
 
     client: MeshClient

@@ -1,14 +1,14 @@
 """`flipmesh oracle`: does a request survive a flip with the right answer?
 
-Streams count on from a number, a prompt whose continuation is determined. They run twice with no flip, as the control,
-then once for each direction with a flip by hand when a third of the tokens is out. What is judged is what came after
-that point. A commit is what the mover's record says, never that a call returned. The policy stands aside meanwhile.
+Streams of free text run twice with no flip, as the control, then once for each direction with a flip by hand when a
+third of the tokens is out. What is judged is what came after that point: ids, and by how much the model preferred each.
+Before it says yes it damages rows of scratch requests and must see each damage (positive_control). A commit is what the
+mover's record says, never that a call returned. The policy stands aside meanwhile.
 """
 
 import argparse
 import asyncio
 import json
-import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -28,14 +28,10 @@ from services.mesh.rpc import unary
 from tools.control import flip_by_hand
 from tools.load.load import MAX_STREAMS, Ask, Heard, Load
 from tools.mesh_client import CALL_S, MeshClient, add_common, mesh_client
+from tools.oracle.asks import asks_of
+from tools.oracle.compare import EPSILON, MARGIN_BOUND, Difference, control_faults, first_difference, judge
+from tools.oracle.positive_control import Shown, blind_spots, positive_control, table
 
-EPSILON = 1e-3
-"""Logits. Layouts sum in another order; where the control's best two tokens are closer than this, either is right. The
-margins of greedy answers differed by at most 4e-5 between layouts and batch sizes (SmolLM2-135M on CPU)."""
-MAX_DIVERGED_SHARE = 0.25
-"""Of the streams of one probe: more near ties than this are no accident of rounding. One is always allowed."""
-COUNTED = 12
-"""Numbers in the prompt, enough for a small model to go on."""
 REPORT_S = 12.0
 """For a flip's record to be complete: its requests have gone on and the scheduler has said so."""
 LOOK_AGAIN_S = 0.1
@@ -50,21 +46,6 @@ class Verdict(Enum):
 
 
 EXIT_CODES = {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.INVALID: 2}
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The first token of one stream that is not the control's."""
-
-    stream: int
-    position: int
-    margin: float
-    """Of the control's two best there, in logits."""
-
-    @property
-    def is_near_tie(self) -> bool:
-        """Whether rounding may have decided."""
-        return self.margin < EPSILON
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +74,8 @@ class Report:
     control_text: str
     control_longest_gap_s: float
     probes: tuple[Probe, ...]
+    shown: tuple[Shown, ...] = ()
+    """Damages of the positive control."""
 
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -106,49 +89,15 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.set_defaults(run=lambda arguments: asyncio.run(_run(arguments)))
 
 
-def first_difference(stream: int, control: Heard, heard: Heard) -> Difference | None:
-    """Where two answers part, or None where they do not."""
-    for position, (expected, got) in enumerate(zip(control.token_ids, heard.token_ids, strict=False)):
-        if expected != got:
-            return Difference(stream, position, control.margins[position])
-    if len(control.token_ids) != len(heard.token_ids):
-        return Difference(stream, min(len(control.token_ids), len(heard.token_ids)), math.inf)
-    return None
-
-
-def judge(differences: Sequence[Difference], flip_points: Sequence[int]) -> tuple[list[str], list[str]]:
-    """(failures, what makes the probe invalid) of one probe's differences from its control."""
-    failures, invalid = [], []
-    near_ties = [difference for difference in differences if difference.is_near_tie]
-    for difference in differences:
-        where = f"stream {difference.stream} differs at token {difference.position}, margin {difference.margin:.4f}"
-        if difference.is_near_tie:
-            continue
-        if difference.position < flip_points[difference.stream]:
-            invalid.append(f"{where}: before its flip at token {flip_points[difference.stream]}")
-        else:
-            failures.append(f"{where}: after its flip at token {flip_points[difference.stream]}")
-    allowed = max(1, int(len(flip_points) * MAX_DIVERGED_SHARE))
-    if len(near_ties) > allowed:
-        failures.append(f"{len(near_ties)} streams part at near ties, at most {allowed} may")
-    return failures, invalid
-
-
-def conclude(reasons_invalid: Sequence[str], control: Sequence[Heard], probes: Sequence[Probe]) -> Report:
+def conclude(
+    reasons_invalid: Sequence[str], control: Sequence[Heard], probes: Sequence[Probe], shown: Sequence[Shown] = ()
+) -> Report:
     """The verdict over all probes: what invalidates the instrument weighs more than what it shows."""
     invalid = [*reasons_invalid, *(reason for probe in probes for reason in probe.invalid)]
     failures = [reason for probe in probes for reason in probe.failures]
     verdict = Verdict.INVALID if invalid else Verdict.FAIL if failures else Verdict.PASS
     longest_s = max(heard.longest_gap_ns() for heard in control) * 1e-9
-    return Report(verdict, tuple(invalid or failures), control[0].text, longest_s, tuple(probes))
-
-
-def asks_of(num_streams: int, num_tokens: int) -> list[Ask]:
-    """A prompt for each stream: counting from a number of its own."""
-    return [
-        Ask(", ".join(str(number) for number in range(first, first + COUNTED)) + ",", num_tokens)
-        for first in range(1, 2 * num_streams, 2)
-    ]
+    return Report(verdict, tuple(invalid or failures), control[0].text, longest_s, tuple(probes), tuple(shown))
 
 
 async def _run(arguments: argparse.Namespace) -> int:
@@ -164,24 +113,17 @@ async def _run(arguments: argparse.Namespace) -> int:
 async def examine(client: MeshClient, asks: Sequence[Ask], direction: str, stall_s: float) -> Report:
     """The control twice, then the probes. Raises `MeshError` where a process of the mesh does not answer."""
     controls = [await Load(client.channel("router"), asks).run() for _ in range(2)]
-    if invalid := _control_faults(*controls):
+    if invalid := control_faults(*controls):
         return conclude(invalid, controls[0], [])
+    shown = await positive_control(client, client.settings.group.num_ranks)
+    if blind := blind_spots(shown):
+        return conclude(blind, controls[0], [], shown)
     probes = []
     for target in await _targets(client, direction):
         probes.append(await _probe(client, asks, controls[0], target, stall_s))
         if probes[-1].invalid:
             break
-    return conclude([], controls[0], probes)
-
-
-def _control_faults(first: Sequence[Heard], second: Sequence[Heard]) -> list[str]:
-    faults = [
-        f"control stream {stream}: {heard.error}" for stream, heard in enumerate([*first, *second]) if heard.error
-    ]
-    for stream, (one, other) in enumerate(zip(first, second, strict=True)):
-        if (difference := first_difference(stream, one, other)) is not None:
-            faults.append(f"the control differs from itself: stream {stream} at token {difference.position}")
-    return faults
+    return conclude([], controls[0], probes, shown)
 
 
 async def _targets(client: MeshClient, direction: str) -> list[LayoutKind]:
@@ -278,7 +220,7 @@ async def _policy_aside(client: MeshClient) -> AsyncIterator[None]:
 
 def as_json(report: Report) -> dict[str, object]:
     """One document."""
-    return {**asdict(report), "verdict": report.verdict.value, "epsilon": EPSILON}
+    return {**asdict(report), "verdict": report.verdict.value, "epsilon": EPSILON, "margin_bound": MARGIN_BOUND}
 
 
 def as_text(report: Report) -> str:
@@ -292,4 +234,6 @@ def as_text(report: Report) -> str:
             f"{probe.tokens_after} tokens after it, pause {pause}, longest gap {probe.longest_gap_s * 1e3:.0f} ms, "
             f"{len(probe.near_ties)} near ties"
         )
+    if report.shown:
+        lines += ["positive control:", table(report.shown)]
     return "\n".join([*lines, *report.reasons, report.verdict.value])
