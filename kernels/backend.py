@@ -11,11 +11,14 @@ Shapes: T tokens, S rows (sequences), N sampled rows, R places of the request ta
 F columns of a feed-forward, Hq and Hkv this share's heads, D head dimension, E experts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 from torch import Tensor, device, dtype
+
+from kernels.weights import Weight as Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +78,6 @@ class Planned(Protocol):
     """One step's attention of one shape, ready to run in every layer; made by a backend, opaque to the model."""
 
 
-class Weight(Protocol):
-    """A matrix in the form that a backend multiplies by: [num_rows, num_columns] weights, rows are output features."""
-
-    @property
-    def num_rows(self) -> int:
-        """Output features."""
-
-    @property
-    def num_columns(self) -> int:
-        """Input features."""
-
-
 @dataclass(frozen=True, slots=True)
 class Rotary:
     """How positions turn heads."""
@@ -130,6 +121,35 @@ class Backend(Protocol):
 
     def add(self, x_TH: Tensor, y_TH: Tensor) -> None:
         """x += y."""
+
+    def soft_cap(self, x_TH: Tensor, cap: float, out_TH: Tensor) -> None:
+        """out = cap * tanh(x / cap); `out` may be `x`."""
+
+    def route(self, logits_TE: Tensor, num_used: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+        """Each token's most probable experts, int32 ids and weights [T, K]; the lower id first of equal ones.
+
+        Weights are softmax over all experts, divided by their sum over the used ones with `normalise`.
+        """
+
+    def experts(
+        self,
+        x_TH: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        first_expert: int,
+        gate: Sequence[Weight],
+        up: Sequence[Weight],
+        down: Sequence[Weight],
+        activation: Activation,
+        out_TH: Tensor,
+        *,
+        accumulate: bool = False,
+    ) -> None:
+        """out = sum over a token's local experts of weight * down(activation(gate(x)) * up(x)), or out +=.
+
+        The weights are those of experts [first_expert, first_expert + len(gate)), each a tuple or a list made once; a
+        token's other experts are other ranks', which add theirs by the sum over ranks.
+        """
 
     def rope_and_store(
         self,

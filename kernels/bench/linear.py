@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu.linear import WIDEST_LANES, Matrix, dequantize, multiply
+from kernels.cpu.linear import WIDEST_LANES, dequantize, multiply
+from kernels.weights import Matrix
 from services.models.ggml_types import GgmlType, block_length, row_bytes
 
 SHAPES = ((576, 576), (1536, 576), (576, 1536), (49152, 576))

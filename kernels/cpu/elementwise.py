@@ -30,69 +30,36 @@ def _rows(x: Tensor, like: Tensor) -> int:
     return row_stride
 
 
-def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float, out_TH: Tensor) -> None:
-    """out = x / sqrt(mean(x^2) + eps) * weight, each row. ValueError where shapes differ."""
-    num_rows, width = x_TH.shape
-    if weight_H.numel() != width:
-        raise ValueError(f"a norm of {weight_H.numel()} weights cannot take rows of {width}")
-    if paths.takes_torch(x_TH):
-        _rows(out_TH, x_TH)
-        torch_rows.rms_norm(x_TH, weight_H, eps, out_TH)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """out = x / sqrt(mean(x^2) + eps) * weight, over each row of [T, H] or each head of [T, heads, D].
+
+    Raises ValueError where shapes differ.
+    """
+    if x.shape != out.shape or weight.shape != x.shape[-1:] or x.stride(-1) != 1 or out.stride(-1) != 1:
+        raise ValueError(
+            f"a norm of {list(weight.shape)} weights over the last dimension of x and out, with inner stride 1, "
+            f"expected; got x {tuple(x.shape)} {x.stride()} and out {tuple(out.shape)} {out.stride()}"
+        )
+    if paths.takes_torch(x):
+        torch_rows.rms_norm(x, weight, eps, out)
         return
-    _native.rms_norm(
-        x_TH.data_ptr(),
-        0,
-        weight_H.data_ptr(),
-        out_TH.data_ptr(),
-        num_rows,
-        width,
-        _rows(x_TH, out_TH),
-        0,
-        _rows(out_TH, x_TH),
-        eps,
-    )
+    if x.dim() == 2:
+        num_tokens, width = x.shape
+        rows = (num_tokens, 1, width, x.stride(0), 0, out.stride(0), 0)
+    else:
+        rows = (*x.shape, *x.stride()[:2], *out.stride()[:2])
+    _native.norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *rows, eps)
 
 
-def add_rms_norm(residual_TH: Tensor, delta_TH: Tensor, weight_H: Tensor, eps: float, out_TH: Tensor) -> None:
-    """residual += delta in place, then out = norm(residual). ValueError where shapes differ."""
-    num_rows, width = residual_TH.shape
-    if weight_H.numel() != width:
-        raise ValueError(f"a norm of {weight_H.numel()} weights cannot take rows of {width}")
-    if paths.takes_torch(residual_TH):
-        add(residual_TH, delta_TH)
-        rms_norm(residual_TH, weight_H, eps, out_TH)
+def soft_cap(x: Tensor, cap: float, out: Tensor) -> None:
+    """out = cap * tanh(x / cap); `out` may be `x`. ValueError where shapes differ or the cap is not above 0."""
+    if not cap > 0:
+        raise ValueError(f"a soft cap of {cap}: above 0 expected")
+    if paths.takes_torch(x):
+        torch_rows.soft_cap(x, cap, out)
         return
-    _native.rms_norm(
-        residual_TH.data_ptr(),
-        delta_TH.data_ptr(),
-        weight_H.data_ptr(),
-        out_TH.data_ptr(),
-        num_rows,
-        width,
-        _rows(residual_TH, out_TH),
-        _rows(delta_TH, residual_TH),
-        _rows(out_TH, residual_TH),
-        eps,
-    )
-
-
-def head_rms_norm(x_THD: Tensor, weight_D: Tensor, eps: float) -> None:
-    """Norm of every head of q or k in place, with one weight for all heads. ValueError where heads are not
-    contiguous."""
-    num_tokens, num_heads, head_dim = x_THD.shape
-    token_stride, head_stride, inner_stride = x_THD.stride()
-    if head_stride != head_dim or inner_stride != 1 or weight_D.numel() != head_dim:
-        raise ValueError(f"contiguous heads of {weight_D.numel()} expected, got {tuple(x_THD.shape)} {x_THD.stride()}")
-    if paths.takes_torch(x_THD):
-        torch_rows.rms_norm(x_THD, weight_D, eps, x_THD)
-        return
-    x, weight = x_THD.data_ptr(), weight_D.data_ptr()
-    if token_stride == num_heads * head_dim:
-        _native.rms_norm(x, 0, weight, x, num_tokens * num_heads, head_dim, head_dim, 0, head_dim, eps)
-        return
-    for head in range(num_heads):  # rows of one head, tokens apart
-        at = x + head * head_dim * 4
-        _native.rms_norm(at, 0, weight, at, num_tokens, head_dim, token_stride, 0, token_stride, eps)
+    num_rows, width = x.shape
+    _native.soft_cap(x.data_ptr(), out.data_ptr(), num_rows, width, _rows(x, out), _rows(out, x), cap)
 
 
 def _combine(x: Tensor, y: Tensor, out: Tensor, operation: int) -> None:
@@ -120,21 +87,6 @@ def gelu_tanh_mul(gate_TF: Tensor, up_TF: Tensor, out_TF: Tensor) -> None:
 def add(x_TH: Tensor, y_TH: Tensor) -> None:
     """x += y in place. ValueError where shapes differ."""
     _combine(x_TH, y_TH, x_TH, _ADD)
-
-
-def rope_table(rotary_dim: int, theta: float, max_positions: int, factors: Tensor | None = None) -> Tensor:
-    """Cosines, then sines, of every position: float32 `[max_positions, rotary_dim]`, computed in float64.
-
-    Frequency i turns by theta^(-2i / rotary_dim) / factors[i] radians a position; `factors` is `[rotary_dim / 2]`, as a
-    file's rope_freqs tensor gives it.
-    """
-    frequencies = theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
-    if factors is not None:
-        if factors.numel() != rotary_dim // 2:
-            raise ValueError(f"{rotary_dim // 2} frequency factors expected, got {factors.numel()}")
-        frequencies = frequencies / factors.double()
-    angles = torch.arange(max_positions, dtype=torch.float64)[:, None] * frequencies
-    return torch.cat((angles.cos(), angles.sin()), dim=1).float()
 
 
 def rope_and_store(

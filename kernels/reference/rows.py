@@ -6,6 +6,7 @@ Sums of a norm and the cubic of GELU are taken in float64, as their bounds ask.
 import torch
 from torch import Tensor
 
+from kernels.backend import Activation
 from services.core.ids import BLOCK_SLOTS
 
 NO_SLOT = -1
@@ -19,6 +20,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     out.copy_(wide * scale * weight.double())
 
 
+def soft_cap(x: Tensor, cap: float, out: Tensor) -> None:
+    """out = cap * tanh(x / cap)."""
+    out.copy_(cap * torch.tanh(x.double() / cap))
+
+
 def silu_mul(gate: Tensor, up: Tensor, out: Tensor) -> None:
     """out = gate * sigmoid(gate) * up."""
     wide = gate.double()
@@ -30,6 +36,11 @@ def gelu_tanh_mul(gate: Tensor, up: Tensor, out: Tensor) -> None:
     """out = gelu(gate) * up, in the form that keeps its digits near 0."""
     wide = gate.double()
     out.copy_(wide * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (wide + 0.044715 * wide**3)) * up.double())
+
+
+def gate(gate_TF: Tensor, up_TF: Tensor, out_TF: Tensor, activation: Activation) -> None:
+    """out = activation(gate) * up."""
+    (silu_mul if activation is Activation.SILU else gelu_tanh_mul)(gate_TF, up_TF, out_TF)
 
 
 def rope_and_store(

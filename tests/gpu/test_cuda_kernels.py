@@ -7,7 +7,9 @@ import torch
 
 from kernels.cpu import elementwise
 from kernels.cpu.attention import merge_partials
-from kernels.cpu.linear import Matrix, multiply, take_rows
+from kernels.cpu.linear import multiply, take_rows
+from kernels.rotary import rope_table
+from kernels.weights import Matrix
 from services.core.ids import Rank
 from services.models.ggml_types import GgmlType
 from services.placement.compatibility import Device
@@ -81,7 +83,7 @@ def test_rows_between_the_products(generator: torch.Generator) -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rope_and_store(generator: torch.Generator, interleaved: bool) -> None:
     q, k, v = (torch.randn(7, heads, 64, generator=generator) for heads in (6, 2, 2))
-    table = elementwise.rope_table(64, 10000.0, 50)
+    table = rope_table(64, 10000.0, 50)
     positions = torch.randint(50, (7,), generator=generator, dtype=torch.int32)
     slots = torch.randperm(5 * 16, generator=generator)[:7].to(torch.int32)
     slots[3] = elementwise.NO_SLOT

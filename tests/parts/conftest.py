@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from kernels import _native
+from kernels.backend import Backend
 from kernels.cpu import paths
+from kernels.cpu.backend import CpuBackend
+from kernels.reference.backend import ReferenceBackend
 
 
 @pytest.fixture(params=["vector", "portable"])
@@ -32,6 +35,14 @@ def each_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def take_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on every kernel takes its torch path: that of a device, over host memory."""
     monkeypatch.setattr(paths, "takes_torch", lambda tensor: True)
+
+
+@pytest.fixture(params=["cpu vector", "cpu portable", "reference"])
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """Every backend over host memory, in float32; C's with and without vectors."""
+    _native.force_portable(request.param == "cpu portable")
+    yield ReferenceBackend(torch.device("cpu"), torch.float32) if request.param == "reference" else CpuBackend()
+    _native.force_portable(False)
 
 
 @pytest.fixture

@@ -7,17 +7,31 @@
 
 #define ON_PATH(name) (use_avx2() ? name##_avx2 : name##_portable)
 
-static PyObject *rms_norm(PyObject *self, PyObject *const *items, Py_ssize_t count) {
+static PyObject *norm_heads(PyObject *self, PyObject *const *items, Py_ssize_t count) {
     (void)self;
-    Arguments a = take_arguments("rms_norm", items, count, 10);
+    Arguments a = take_arguments("norm", items, count, 11);
     Norm norm = {
-        .x = address_at(&a, 0), .delta = address_at(&a, 1), .weight = address_at(&a, 2), .out = address_at(&a, 3),
-        .num_rows = int_at(&a, 4), .width = int_at(&a, 5), .x_stride = int_at(&a, 6), .delta_stride = int_at(&a, 7),
-        .out_stride = int_at(&a, 8), .eps = float_at(&a, 9),
+        .x = address_at(&a, 0), .weight = address_at(&a, 1), .out = address_at(&a, 2), .num_tokens = int_at(&a, 3),
+        .num_heads = int_at(&a, 4), .width = int_at(&a, 5), .x_stride = int_at(&a, 6), .x_head_stride = int_at(&a, 7),
+        .out_stride = int_at(&a, 8), .out_head_stride = int_at(&a, 9), .eps = float_at(&a, 10),
     };
     if (a.failed) return NULL;
     Py_BEGIN_ALLOW_THREADS;
     ON_PATH(norm_rows)(&norm);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+static PyObject *soft_cap(PyObject *self, PyObject *const *items, Py_ssize_t count) {
+    (void)self;
+    Arguments a = take_arguments("soft_cap", items, count, 7);
+    Cap cap = {
+        .x = address_at(&a, 0), .out = address_at(&a, 1), .num_rows = int_at(&a, 2), .width = int_at(&a, 3),
+        .x_stride = int_at(&a, 4), .out_stride = int_at(&a, 5), .cap = float_at(&a, 6),
+    };
+    if (a.failed) return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    ON_PATH(cap_rows)(&cap);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
@@ -69,7 +83,8 @@ static PyObject *rope_and_store(PyObject *self, PyObject *const *items, Py_ssize
 }
 
 static PyMethodDef methods[] = {
-    {"rms_norm", (PyCFunction)(void (*)(void))rms_norm, METH_FASTCALL, "See kernels/cpu/elementwise.py."},
+    {"norm", (PyCFunction)(void (*)(void))norm_heads, METH_FASTCALL, "See kernels/cpu/elementwise.py."},
+    {"soft_cap", (PyCFunction)(void (*)(void))soft_cap, METH_FASTCALL, "See kernels/cpu/elementwise.py."},
     {"combine", (PyCFunction)(void (*)(void))combine, METH_FASTCALL, "See kernels/cpu/elementwise.py."},
     {"rope_and_store", (PyCFunction)(void (*)(void))rope_and_store, METH_FASTCALL, "See kernels/cpu/elementwise.py."},
     {NULL, NULL, 0, NULL},

@@ -3,14 +3,21 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-// out = norm(x) * weight over rows of `width`; where delta is given, x += delta first. Head norms are rows as well.
+// out = norm(x) * weight over rows of `width`: the heads of each token, or one row a token.
 typedef struct {
-    float *x;
-    const float *delta, *weight;
+    const float *x, *weight;
     float *out;
-    int64_t num_rows, width, x_stride, delta_stride, out_stride;
+    int64_t num_tokens, num_heads, width, x_stride, x_head_stride, out_stride, out_head_stride;
     float eps;
 } Norm;
+
+// out = cap * tanh(x / cap).
+typedef struct {
+    const float *x;
+    float *out;
+    int64_t num_rows, width, x_stride, out_stride;
+    float cap;
+} Cap;
 
 typedef enum { GATE_SILU, GATE_GELU_TANH, GATE_NONE } Gate;
 
@@ -41,5 +48,6 @@ typedef struct {
     void name##_avx2(const type *);  \
     void name##_portable(const type *);
 DECLARE_PATHS(norm_rows, Norm)
+DECLARE_PATHS(cap_rows, Cap)
 DECLARE_PATHS(combine_rows, Pairwise)
 DECLARE_PATHS(rope_rows, Rope)

@@ -20,18 +20,33 @@ INLINE float square_sum(const float *x, int64_t width) {
     return sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
-void PATH(norm_rows)(const Norm *n) {
+INLINE void norm_row(const Norm *n, const float *x, float *out) {
     const int64_t whole = n->width / LANES * LANES;
-    for (int64_t row = 0; row < n->num_rows; row++) {
-        float *x = n->x + row * n->x_stride, *out = n->out + row * n->out_stride;
-        if (n->delta) {
-            const float *delta = n->delta + row * n->delta_stride;
-            for (int64_t i = 0; i < whole; i += LANES) store(x + i, load(x + i) + load(delta + i));
-            for (int64_t i = whole; i < n->width; i++) x[i] += delta[i];
+    const float factor = 1.0f / sqrtf(square_sum(x, n->width) / (float)n->width + n->eps);
+    for (int64_t i = 0; i < whole; i += LANES) store(out + i, load(x + i) * factor * load(n->weight + i));
+    for (int64_t i = whole; i < n->width; i++) out[i] = x[i] * factor * n->weight[i];
+}
+
+void PATH(norm_rows)(const Norm *n) {
+    for (int64_t t = 0; t < n->num_tokens; t++)
+        for (int64_t h = 0; h < n->num_heads; h++)
+            norm_row(n, n->x + t * n->x_stride + h * n->x_head_stride,
+                     n->out + t * n->out_stride + h * n->out_head_stride);
+}
+
+void PATH(cap_rows)(const Cap *c) {
+    for (int64_t row = 0; row < c->num_rows; row++) {
+        const float *x = c->x + row * c->x_stride;
+        float *out = c->out + row * c->out_stride;
+        for (int64_t i = 0; i < c->width; i += LANES) {
+            const int64_t left = c->width - i;
+            lanes part = left >= LANES ? load(x + i) : load_part(x + i, left, 0.0f);
+            part = tanh_lanes(part / c->cap) * c->cap;
+            if (left >= LANES)
+                store(out + i, part);
+            else
+                store_part(out + i, part, left);
         }
-        const float factor = 1.0f / sqrtf(square_sum(x, n->width) / (float)n->width + n->eps);
-        for (int64_t i = 0; i < whole; i += LANES) store(out + i, load(x + i) * factor * load(n->weight + i));
-        for (int64_t i = whole; i < n->width; i++) out[i] = x[i] * factor * n->weight[i];
     }
 }
 

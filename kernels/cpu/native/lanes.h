@@ -12,6 +12,7 @@
 
 typedef float lanes __attribute__((vector_size(32)));
 typedef int32_t int_lanes __attribute__((vector_size(32)));
+typedef uint32_t bit_lanes __attribute__((vector_size(32)));
 typedef float quad __attribute__((vector_size(16)));
 typedef float unaligned_lanes __attribute__((vector_size(32), aligned(4), may_alias));
 typedef float unaligned_quad __attribute__((vector_size(16), aligned(4), may_alias));
@@ -61,7 +62,8 @@ INLINE lanes exp_lanes(lanes x) {
     p = p * r + 1.666652065e-1f;
     p = p * r + 4.999999345e-1f;
     p = p * (r * r) + (r + 1.0f);
-    lanes scaled = (lanes)((int_lanes)p + ((int_lanes)shifted << 23));
+    // Bits, not numbers: what overflows here, far below -87, is not taken.
+    lanes scaled = (lanes)((bit_lanes)p + ((bit_lanes)shifted << 23));
     return select_lanes(x < -87.33f, fill(0.0f), scaled);
 }
 
@@ -72,7 +74,7 @@ INLINE lanes sigmoid_lanes(lanes x) {
 
 // tanh within 4e-7 relative: an odd polynomial near 0, where the quotient would cancel.
 INLINE lanes tanh_lanes(lanes x) {
-    lanes magnitude = (lanes)((int_lanes)x & 0x7fffffff), square = x * x;
+    lanes magnitude = (lanes)((bit_lanes)x & 0x7fffffffu), square = x * x;
     lanes p = square * -5.895157650e-3f + 2.079597127e-2f;
     p = p * square - 5.378383015e-2f;
     p = p * square + 1.333192413e-1f;
@@ -80,6 +82,6 @@ INLINE lanes tanh_lanes(lanes x) {
     lanes small = x + x * (square * p);
     lanes decay = exp_lanes(magnitude * -2.0f);
     lanes large = (1.0f - decay) / (1.0f + decay);
-    large = (lanes)((int_lanes)large | ((int_lanes)x & (int32_t)0x80000000));
+    large = (lanes)((bit_lanes)large | ((bit_lanes)x & 0x80000000u));
     return select_lanes(magnitude < 0.6f, small, large);
 }

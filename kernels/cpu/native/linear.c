@@ -1,24 +1,12 @@
 // Entry points of the matrices in kernels/cpu/linear.py: they check addresses and shapes, let other threads run, and call
 // the kernels of the widest instruction set there is. They keep no state; the memory must stay mapped during a call.
-#include "native.h"
-#include "quant.h"
+#include "weights.h"
 
 const struct block_layout block_layouts[NUM_TYPE_NUMBERS] = {
     [0] = {1, 4},      [1] = {1, 2},      [30] = {1, 2},     [2] = {32, 18},    [3] = {32, 20},
     [6] = {32, 22},    [7] = {32, 24},    [8] = {32, 34},    [10] = {256, 84},  [11] = {256, 110},
     [12] = {256, 144}, [13] = {256, 176}, [14] = {256, 210},
 };
-
-static const struct kernels *widest_kernels(int64_t max_lanes) {
-#if defined(__x86_64__)
-    if (max_lanes >= 16 && use_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return &avx512_kernels;
-    if (max_lanes >= 8 && use_avx2()) return &avx2_kernels;
-#endif
-    (void)max_lanes;
-    return &portable_kernels;
-}
 
 static int whole_numbers(PyObject *const *args, int count, int64_t *out) {
     for (int i = 0; i < count; i++) {
@@ -89,32 +77,27 @@ static int shape_is(const struct dense *dense, const char *name, int64_t num_row
     return -1;
 }
 
-static void zero(const struct product *p) {
+static void add_bias(const struct product *p, const float *bias, int64_t num_rows) {
     for (int64_t t = 0; t < p->num_tokens; t++)
-        memset(p->out + t * p->out_stride, 0, (size_t)p->matrix.num_rows * sizeof(float));
+        for (int64_t n = 0; n < num_rows; n++) p->out[t * p->out_stride + n] += bias[n];
 }
 
 static PyObject *linear_multiply(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self;
-    struct product p;
+    struct weight weight;
     struct dense x, out;
-    int64_t type, flags[2];
-    if (count_is(count, 13) || parse_matrix(args, &p.matrix, &type) || parse_dense(args + 5, "x", &x) ||
-        parse_dense(args + 8, "out", &out) || whole_numbers(args + 11, 2, flags) ||
-        shape_is(&x, "x", x.num_rows, p.matrix.num_columns) || shape_is(&out, "out", x.num_rows, p.matrix.num_rows))
+    int64_t rest[3]; // bias, accumulate, max_lanes
+    if (count_is(count, 10) || parse_weight(args[0], &weight) || parse_dense(args + 1, "x", &x) ||
+        parse_dense(args + 4, "out", &out) || whole_numbers(args + 7, 3, rest) ||
+        shape_is(&x, "x", x.num_rows, weight.num_columns) || shape_is(&out, "out", x.num_rows, weight.num_rows))
         return NULL;
-    p.x = (const float *)x.address;
-    p.x_stride = x.row_stride;
-    p.out = (float *)out.address;
-    p.out_stride = out.row_stride;
-    p.num_tokens = x.num_rows;
-    p.accumulate = flags[0] != 0;
-    if (p.num_tokens == 0 || p.matrix.num_rows == 0) Py_RETURN_NONE;
+    const struct product p = {
+        .x = (const float *)x.address, .out = (float *)out.address, .x_stride = x.row_stride,
+        .out_stride = out.row_stride, .num_tokens = x.num_rows, .accumulate = rest[1] != 0,
+    };
     Py_BEGIN_ALLOW_THREADS;
-    if (p.matrix.num_columns > 0)
-        widest_kernels(flags[1])->multiply[type](&p);
-    else if (!p.accumulate)
-        zero(&p);
+    multiply_weight(widest_kernels(rest[2]), &weight, &p);
+    if (rest[0]) add_bias(&p, (const float *)(uintptr_t)rest[0], weight.num_rows);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
@@ -164,7 +147,8 @@ static PyObject *linear_take_rows(PyObject *self, PyObject *const *args, Py_ssiz
     struct matrix matrix;
     struct dense out;
     int64_t type, v[4], max_lanes;
-    if (count_is(count, 13) || parse_matrix(args, &matrix, &type) || whole_numbers(args + 5, 4, v) ||
+    const double scale = count == 14 ? PyFloat_AsDouble(args[13]) : 1.0;
+    if (count_is(count, 14) || parse_matrix(args, &matrix, &type) || whole_numbers(args + 5, 4, v) ||
         parse_dense(args + 9, "out", &out) || whole_numbers(args + 12, 1, &max_lanes) ||
         shape_is(&out, "out", v[1], matrix.num_columns))
         return NULL;
@@ -172,9 +156,11 @@ static PyObject *linear_take_rows(PyObject *self, PyObject *const *args, Py_ssiz
     if (ids_are_inside(&ids, v[1], matrix.num_rows)) return NULL;
     Py_BEGIN_ALLOW_THREADS;
     const struct kernels *kernels = widest_kernels(max_lanes);
-    for (int64_t i = 0; i < v[1]; i++)
-        kernels->unpack[type](matrix.weights + id_at(&ids, i) * matrix.row_bytes, matrix.num_columns, 0,
-                              (float *)out.address + i * out.row_stride);
+    for (int64_t i = 0; i < v[1]; i++) {
+        float *row = (float *)out.address + i * out.row_stride;
+        kernels->unpack[type](matrix.weights + id_at(&ids, i) * matrix.row_bytes, matrix.num_columns, 0, row);
+        for (int64_t k = 0; scale != 1.0 && k < matrix.num_columns; k++) row[k] *= (float)scale;
+    }
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
@@ -190,8 +176,7 @@ static PyObject *buffer_address(PyObject *self, PyObject *object) {
 
 static PyMethodDef methods[] = {
     {"linear_multiply", (PyCFunction)(void (*)(void))linear_multiply, METH_FASTCALL,
-     "linear_multiply(type, address, row_bytes, rows, columns, x, x_shape, x_strides, out, out_shape, out_strides, "
-     "accumulate, max_lanes)"},
+     "linear_multiply(piece_table, x, x_shape, x_strides, out, out_shape, out_strides, bias, accumulate, max_lanes)"},
     {"linear_dequantize", (PyCFunction)(void (*)(void))linear_dequantize, METH_FASTCALL,
      "linear_dequantize(type, address, row_bytes, rows, columns, out, out_shape, out_strides, max_lanes)"},
     {"linear_take_rows", (PyCFunction)(void (*)(void))linear_take_rows, METH_FASTCALL,

@@ -32,7 +32,7 @@ static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", NULL, 
 PyMODINIT_FUNC PyInit__native(void) {
     PyObject *module = PyModule_Create(&definition);
     if (module == NULL) return NULL;
-    if (add_linear(module) || add_attention(module) || add_elementwise(module) || add_sampling(module) ||
+    if (add_linear(module) || add_experts(module) || add_attention(module) || add_elementwise(module) || add_sampling(module) ||
         add_collectives(module) || add_reshard(module)) {
         Py_DECREF(module);
         return NULL;

@@ -7,6 +7,7 @@
 
 // Each file adds its own functions to the module; 0 or -1 with a Python error set.
 int add_linear(PyObject *module);
+int add_experts(PyObject *module);
 int add_attention(PyObject *module);
 int add_elementwise(PyObject *module);
 int add_sampling(PyObject *module);

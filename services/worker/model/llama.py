@@ -17,11 +17,13 @@ from torch import Tensor
 from kernels.backend import Rotary, StepInputs
 from kernels.cpu.attention import paged_attention
 from kernels.cpu.collective_status import Purpose
-from kernels.cpu.elementwise import rms_norm, rope_and_store, rope_table, silu_mul
-from kernels.cpu.linear import Matrix, take_rows
+from kernels.cpu.elementwise import rms_norm, rope_and_store, silu_mul
+from kernels.cpu.linear import take_rows
+from kernels.rotary import rope_table
+from kernels.weights import Matrix, Weight
 from services.models.geometry import RopePairing
 from services.worker.memory.rows.kv_cache import Pool
-from services.worker.model.products import Weight, multiply
+from services.worker.model.products import multiply
 from services.worker.model.stage import StageSpec, Weights
 from services.worker.model.token_attention import TokenAttention, TokenStep
 

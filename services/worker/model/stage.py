@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from kernels.backend import StepInputs
+from kernels.weights import Weight
 from services.core.layout import RankShare, Span
 from services.models.geometry import ModelGeometry
 from services.worker.dataplane.peers import Peers
 from services.worker.memory.rows.kv_cache import Pool
-from services.worker.model.products import Weight
 
 
 @dataclass(frozen=True, slots=True)

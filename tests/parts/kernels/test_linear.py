@@ -10,57 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.cpu.linear import Matrix, dequantize, multiply, take_rows
-from services.models.ggml_types import GgmlType, GgmlTypeError, block_bytes, block_length, row_bytes
+from kernels.cpu.linear import dequantize, multiply, take_rows
+from kernels.weights import Matrix
+from services.models.ggml_types import GgmlType, GgmlTypeError, block_length, row_bytes
 from tests.parts.conftest import take_torch
+from tests.support.stored_weights import random_bytes, reference, view
 
 gguf = pytest.importorskip("gguf")
 
 KINDS = list(GgmlType)
 QUANTISABLE = [GgmlType[name] for name in ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")]
 LANES = [4, 8, 16]
-# Where a block keeps its float16 numbers: random bytes there would make infinities.
-HALVES = {
-    GgmlType.Q4_0: (0,),
-    GgmlType.Q4_1: (0, 2),
-    GgmlType.Q5_0: (0,),
-    GgmlType.Q5_1: (0, 2),
-    GgmlType.Q8_0: (0,),
-    GgmlType.Q2_K: (80, 82),
-    GgmlType.Q3_K: (108,),
-    GgmlType.Q4_K: (0, 2),
-    GgmlType.Q5_K: (0, 2),
-    GgmlType.Q6_K: (208,),
-}
-
-
-def random_bytes(kind: GgmlType, num_rows: int, num_columns: int, seed: int) -> np.ndarray:
-    """[rows, bytes] of random blocks with finite scales of both signs, zeros and subnormal ones among them."""
-    rng = np.random.default_rng(seed)
-    if block_length(kind) == 1:
-        values = torch.from_numpy(rng.standard_normal((num_rows, num_columns)).astype(np.float32))
-        dtype = {GgmlType.F32: torch.float32, GgmlType.F16: torch.float16, GgmlType.BF16: torch.bfloat16}[kind]
-        return values.to(dtype).view(torch.uint8).numpy()
-    blocks = rng.integers(0, 256, (num_rows, num_columns // block_length(kind), block_bytes(kind)), dtype=np.uint8)
-    for place in HALVES[kind]:
-        halves = (rng.standard_normal(blocks.shape[:2]) * 10.0 ** rng.integers(-8, 1, blocks.shape[:2])).astype(
-            np.float16
-        )
-        blocks[..., place : place + 2] = halves[..., None].view(np.uint8)
-    return blocks.reshape(num_rows, -1)
-
-
-def reference(data: np.ndarray, kind: GgmlType) -> torch.Tensor:
-    """[N, K] float32, by the gguf package."""
-    if kind is GgmlType.F32:
-        return torch.from_numpy(data.view(np.float32).copy())
-    if kind is GgmlType.F16:
-        return torch.from_numpy(data.view(np.float16).astype(np.float32))
-    return torch.from_numpy(gguf.quants.dequantize(data, gguf.GGMLQuantizationType(kind.value)))
-
-
-def view(data: np.ndarray, kind: GgmlType, num_columns: int) -> Matrix:
-    return Matrix.from_buffer(memoryview(data).cast("B"), 0, kind, data.shape[0], num_columns)
 
 
 def poisoned(*shape: int) -> torch.Tensor:
@@ -245,7 +205,7 @@ def test_misfits_are_refused_with_both_sides() -> None:
         take_rows(matrix, torch.zeros(2, dtype=torch.int16), torch.zeros(2, 16))
     with pytest.raises(ValueError, match=r"out must be \[2, 16\]"):
         take_rows(matrix, torch.zeros(2, dtype=torch.int64), torch.zeros(3, 16))
-    for bad in (torch.zeros(4, 4).T[:, :3], torch.zeros(4, 4, dtype=torch.float16), torch.zeros(4)):
+    for bad in (torch.zeros(4, 4).T[:, :3], torch.zeros(4, 4, dtype=torch.int16), torch.zeros(4)):
         with pytest.raises(ValueError, match="inner stride 1"):
             Matrix.from_tensor(bad)
 
@@ -360,11 +320,3 @@ def test_torch_takes_rows_and_refuses_what_it_cannot_see(monkeypatch: pytest.Mon
     assert (out == 7).all()
     take_rows(matrix, torch.tensor([6, 0, 3], dtype=torch.int32), out)
     assert torch.equal(out, weights[[8, 2, 5]])
-    stored = view(random_bytes(GgmlType.Q8_0, 4, 64, seed=1), GgmlType.Q8_0, 64)
-    with pytest.raises(ValueError, match="type Q8_0 in a memoryview cannot be seen as a float32 tensor"):
-        multiply(torch.zeros(2, 64), stored, torch.zeros(2, 4))
-    with pytest.raises(ValueError, match=r"\[2, 5\]"):
-        multiply(torch.zeros(2, 5), matrix, torch.zeros(2, 7))
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    with pytest.raises(ValueError, match="TF32"):
-        multiply(torch.zeros(2, 6), matrix, torch.zeros(2, 7))

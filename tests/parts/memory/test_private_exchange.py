@@ -6,14 +6,14 @@ import gguf
 import pytest
 import torch
 
-from kernels.cpu.linear import Matrix
+from kernels.cpu.linear import multiply
+from kernels.weights import Matrix, PiecedMatrix, PlacedMatrix
 from services.core.ids import FlipId, LayoutKind
 from services.core.step import AbandonEntry, FlipEntry
 from services.models.model_files import ModelFiles, open_model
 from services.worker.memory.exchange_memory import ExchangeMemory
 from services.worker.memory.rank_memory import DataPlaneLostError
 from services.worker.memory.weights.arena_weights import ArenaWeights
-from services.worker.model.products import PiecedMatrix, PlacedMatrix, multiply
 from services.worker.participation import Worked, WorkLost
 from tests.parts.memory.test_private_flips import FaultyWire, check_weights, owned
 from tests.parts.worker.test_runner import PROMPT, check_greedy

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.collective_status import CollectiveError
-from kernels.cpu.linear import Matrix
+from kernels.weights import Matrix, Weight
 from services.core.ids import LayoutKind
 from services.models.model_files import ModelFiles, open_model
 from services.placement.rows.transfers import BlockRuns
 from services.worker.memory.owned_memory import OwnedMode
-from services.worker.model.products import Weight
 from services.worker.participation import Worked, WorkLost
 from tests.parts.memory.test_private_weights import asked, values
 from tests.parts.worker.test_runner import PROMPT, check_greedy

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.linear import Matrix, dequantize
+from kernels.cpu.linear import dequantize
+from kernels.weights import Matrix
 from services.core.ids import LayoutKind, Rank
 from services.core.layout import Layout, Span
 from services.models.model_files import ModelFiles, open_model

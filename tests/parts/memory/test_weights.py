@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.linear import Matrix, multiply
+from kernels.cpu.linear import multiply
+from kernels.weights import Matrix
 from services.core.errors import ConfigurationError
 from services.core.layout import Span
 from services.models.model_files import ModelFiles, open_model

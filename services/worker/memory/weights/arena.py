@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from kernels.cpu.linear import Matrix
+from kernels.weights import Matrix
 from services.core.ids import LayoutKind, Rank
 from services.core.layout import Span
 from services.models.ggml_types import GgmlType, row_bytes

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from torch import Tensor
 
 from kernels.cpu.checksum import checksum
-from kernels.cpu.linear import Matrix
+from kernels.weights import Matrix, PiecedMatrix, PlacedMatrix, Weight
 from services.core.ids import LayoutKind, Rank
 from services.core.layout import Span
 from services.models.ggml_types import GgmlType
@@ -22,7 +22,6 @@ from services.placement.pieces import Piece
 from services.placement.shares import TensorShard
 from services.worker.memory.weights.arena import Arena
 from services.worker.memory.weights.owned_weights import file_vector, fill, release_mapped
-from services.worker.model.products import PiecedMatrix, PlacedMatrix, Weight
 
 
 class ArenaWeights:

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu.linear import Matrix, dequantize
+from kernels.cpu.linear import dequantize
+from kernels.weights import Matrix
 from services.core.layout import Span
 from services.models.model_files import ModelFiles
 from services.models.tensor_places import TensorPlace

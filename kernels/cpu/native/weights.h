@@ -1,0 +1,25 @@
+// A weight as kernels/weights.py describes it to C: its size, then its pieces; and the product with one.
+#pragma once
+#include "native.h"
+#include "quant.h"
+
+enum { WIDEST_LANES = 16 }; // floats of the widest vectors
+
+struct piece {
+    int64_t type, address, row_bytes, num_rows, num_columns, first_row, first_column;
+};
+
+// Views into a bytes object, which must outlive it.
+struct weight {
+    int64_t num_rows, num_columns, num_pieces;
+    const struct piece *pieces;
+};
+
+// The kernels of the widest vectors there are, of at most so many floats.
+const struct kernels *widest_kernels(int64_t max_lanes);
+
+// 0, or -1 with a Python error set.
+int parse_weight(PyObject *table, struct weight *weight);
+
+// `product` says all but the matrix: out (+)= x @ weight^T. Without the GIL.
+void multiply_weight(const struct kernels *kernels, const struct weight *weight, const struct product *product);
