@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.weights import Matrix, Weight, pieces_of
-from services.models.ggml_types import GgmlType, block_bytes
+from services.models.ggml_types import GgmlType, block_bytes, block_length
 
 
 def dequantised(weight: Weight) -> Tensor:
@@ -40,7 +40,8 @@ def _whole(matrix: Matrix) -> Tensor:
 def _numbers(matrix: Matrix, stored: Tensor) -> Tensor:
     if matrix.ggml_type in _PLAIN:
         return stored.view(_PLAIN[matrix.ggml_type]).float()
-    blocks = stored.reshape(len(stored), -1, block_bytes(matrix.ggml_type))
+    num_blocks = matrix.num_columns // block_length(matrix.ggml_type)
+    blocks = stored.reshape(len(stored), num_blocks, block_bytes(matrix.ggml_type))
     return _BLOCKS[matrix.ggml_type](blocks).reshape(len(stored), matrix.num_columns)
 
 
