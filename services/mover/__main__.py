@@ -35,10 +35,17 @@ async def main(shell: Shell) -> None:
     shell.server.add(add_MoverServiceServicer_to_server, mover, descriptor)
     async with anyio.create_task_group() as tasks, shell.server.running():
         tasks.start_soon(mover.links.run)
+        tasks.start_soon(_end_with_the_journal, mover)
         shell.progress.enter(Phase.READY)
         await shell.stop.wait()
         tasks.cancel_scope.cancel()
     journal.close()
+
+
+async def _end_with_the_journal(mover: Mover) -> None:
+    """A mover that cannot write an outcome down must not go on from memory: it is started afresh."""
+    await mover.journal_failed.wait()
+    raise OSError("the flip journal cannot be written: free space in the state directory")
 
 
 if __name__ == "__main__":

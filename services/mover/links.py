@@ -22,7 +22,8 @@ RECONNECT_S = 0.1
 MAX_UNSENT = 64
 """Messages that wait for one rank: a handful is said in each attempt, and to a stopped one only the newest matter."""
 
-OnMessage = Callable[[pb.JoinFlipResponse], Awaitable[None]]
+OnMessage = Callable[[Rank, pb.JoinFlipResponse], Awaitable[None]]
+"""With the rank that the link leads to."""
 OnLost = Callable[[Rank, str], Awaitable[None]]
 Call = grpc.aio.StreamStreamCall[pb.JoinFlipRequest, pb.JoinFlipResponse]
 Unsent = asyncio.Queue[pb.JoinFlipRequest]
@@ -71,7 +72,7 @@ class RankLinks:
         writer = asyncio.create_task(self._write_all(rank, call, unsent))
         try:
             async for message in call:
-                await self._on_message(message)
+                await self._on_message(rank, message)
         except grpc.aio.AioRpcError as error:
             return f"its stream broke: {error.details()}"
         finally:

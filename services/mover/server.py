@@ -7,6 +7,8 @@ kept for the case that the scheduler asks for it; an outcome once journalled is 
 import time
 from collections.abc import AsyncIterator
 
+import anyio
+import grpc
 import grpc.aio
 from flipmesh.common.v1 import introspection_pb2
 from flipmesh.mover.v1 import mover_service_pb2 as pb
@@ -14,7 +16,7 @@ from flipmesh.mover.v1.mover_service_pb2_grpc import MoverServiceServicer
 from flipmesh.worker.v1 import worker_service_pb2
 from opentelemetry.trace import Tracer
 
-from services.core.flip.attempts import Coordination, OpenAttempt
+from services.core.flip.attempts import Coordination, OpenAttempt, Opened
 from services.core.flip.messages import FlipDeadlines, FlipOutcome
 from services.core.flip.records import Concluded, FlipKey
 from services.core.ids import FlipId, Generation, Rank
@@ -30,6 +32,7 @@ from services.mover.journal import Journal
 from services.mover.links import RankLinks
 from services.mover.trace import emit
 
+RunContext = grpc.aio.ServicerContext[pb.RunFlipRequest, pb.RunFlipResponse]
 PAUSE_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 
@@ -51,6 +54,8 @@ class Mover(MoverServiceServicer):
         self._num_ranks = num_ranks
         self._coordination = Coordination(num_ranks, deadlines, journal)
         self._holds = holds
+        self.journal_failed = anyio.Event()
+        """What was decided cannot be written down: this life of the mover is over, the next one reads what there is."""
         self._log = log
         self._tracer = tracer
         self._history = History()
@@ -68,7 +73,7 @@ class Mover(MoverServiceServicer):
         self._strays = metrics.counter("flipmesh_flip_stray_messages", "Messages of another generation or attempt.")
 
     async def RunFlip(  # noqa: N802 (the proto's name)
-        self, request: pb.RunFlipRequest, context: grpc.aio.ServicerContext[pb.RunFlipRequest, pb.RunFlipResponse]
+        self, request: pb.RunFlipRequest, context: RunContext
     ) -> AsyncIterator[pb.RunFlipResponse]:
         """One attempt to its outcome; asked again after a broken stream, it goes on or says what was decided."""
         key: FlipKey = (Generation(request.fence.generation), FlipId(request.flip_id))
@@ -77,7 +82,7 @@ class Mover(MoverServiceServicer):
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"flip {other.key[1]} is open, asked for flip {key[1]}: one attempt runs at a time",
             )
-        answer = self._coordination.ask(key, time.monotonic_ns())
+        answer = await self._ask(key, context)
         record = self._history.get(key) or self._history.open(key, request, self._num_ranks, time.time_ns())
         if isinstance(answer, Concluded):
             if not record.HasField("concluded_unix_ns"):
@@ -93,8 +98,21 @@ class Mover(MoverServiceServicer):
                     # Before it is said: the scheduler may ask for the next flip at once.
                     self._close(answer.attempt, record)
                 yield response
+        except OSError as error:
+            self._log.error("journal-failed", flip=key[1], error=str(error))
+            self.journal_failed.set()
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"the mover cannot write its journal: {error}")
         finally:
             self._close(answer.attempt, record)
+
+    async def _ask(self, key: FlipKey, context: RunContext) -> Concluded | Opened:
+        try:
+            return self._coordination.ask(key, time.monotonic_ns())
+        except OSError as error:
+            # Nothing was said to any rank: the attempt is as if it had not been asked for.
+            self._log.error("journal-failed", flip=key[1], error=str(error))
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"the mover cannot write its journal: {error}")
+            raise AssertionError("abort raises") from error
 
     async def ReportCarry(  # noqa: N802 (the proto's name)
         self,
@@ -123,7 +141,12 @@ class Mover(MoverServiceServicer):
         status.mover.num_abandoned_total = sum(self._counts.values()) - self._counts[FlipOutcome.COMMITTED]
         status.mover.last_abandon_reason = self._last_abandon_reason
 
-    async def _on_message(self, message: worker_service_pb2.JoinFlipResponse) -> None:
+    async def _on_message(self, rank: Rank, message: worker_service_pb2.JoinFlipResponse) -> None:
+        if message.rank != rank:
+            # A quorum is of ranks that are there: a number that was written wrongly must not stand for another's word.
+            self._strays.inc()
+            self._log.error("rank-misnamed", link=rank, says=message.rank, flip=message.flip_id)
+            return
         key: FlipKey = (Generation(message.fence.generation), FlipId(message.flip_id))
         self._history.note(key, message)
         event = event_from_proto(message)

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from services.core.flip.messages import FlipDeadlines
-from services.core.flip.records import FlipKey
+from services.core.flip.records import Concluded, FlipKey, Record
 from services.core.ids import FlipId, Generation, Rank
 from services.mesh.grpc_server import GrpcServer
 from services.mesh.identity import identify
@@ -42,7 +42,7 @@ OTHER: FlipKey = (Generation(9), FlipId(8))
 FENCE = layout_pb2.Fence(generation=9, epoch=4)
 
 
-class RankRuntime(WorkerServiceServicer):
+class ScriptedRank(WorkerServiceServicer):
     """One rank: the real participation behind a real stream; its model thread is the test."""
 
     def __init__(self, rank: Rank) -> None:
@@ -79,7 +79,7 @@ class Stand:
     def __init__(self, root: Path, log: Log, deadlines: FlipDeadlines) -> None:
         self.paths, self.log, self.deadlines = StatePaths(root), log, deadlines
         self.peers = Peers(self.paths, log)
-        self.ranks = [RankRuntime(Rank(rank)) for rank in range(2)]
+        self.ranks = [ScriptedRank(Rank(rank)) for rank in range(2)]
         self.spans = InMemorySpanExporter()
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(self.spans))
@@ -223,6 +223,47 @@ async def test_one_refusal_abandons_for_all(make_stand: MakeStand) -> None:
         for rank in stand.ranks:
             await rank.work()
         await asked.until(pb.FLIP_STATE_COMMITTED)
+
+
+async def test_a_rank_that_gives_anothers_number_is_not_heard(make_stand: MakeStand) -> None:
+    """A8: ranks 0 and 7 committed a flip of two."""
+    stand = await make_stand(deadlines(park_ns=S // 2))
+    stand.ranks[1].participation = ScriptedRank(Rank(7)).participation
+    async with stand.mover():
+        asked = stand.ask()
+        for rank in stand.ranks:
+            rank.park()
+        reason = (await asked.until(pb.FLIP_STATE_ABANDONED)).reason
+        assert reason.startswith("not parked in time: rank 1"), reason
+        assert all(rank.started.empty() for rank in stand.ranks)
+
+
+async def test_an_outcome_that_cannot_be_written_ends_the_mover_and_is_decided_in_its_next_life(
+    make_stand: MakeStand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A2: the disk is full at the outcome; a mover that goes on from memory would be asked for ever."""
+    stand = await make_stand(deadlines())
+    append = Journal.append
+
+    def full(journal: Journal, record: Record) -> None:
+        if isinstance(record, Concluded):
+            raise OSError("no space left")
+        append(journal, record)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "append", full)
+        async with stand.mover() as mover:
+            asked = stand.ask()
+            for rank in stand.ranks:
+                rank.park()
+            for rank in stand.ranks:
+                await rank.work()
+            with pytest.raises(grpc.aio.AioRpcError, match="cannot write its journal: no space left"):
+                await asked.until(pb.FLIP_STATE_COMMITTED)
+            with anyio.fail_after(WAIT_S):
+                await mover.journal_failed.wait()
+    async with stand.mover():
+        await stand.ask().until(pb.FLIP_STATE_COMMITTED)
 
 
 async def test_plans_that_differ_abandon(make_stand: MakeStand) -> None:
