@@ -38,7 +38,9 @@ from services.worker.memory.rows.pool_pair import least_message_bytes
 from services.worker.memory.weights.mapped import WeightStore
 from services.worker.memory.wire import MoveBounds
 from services.worker.ring import RingWriter
-from services.worker.steps.execute import MAX_UNREAD_STEPS, Runner, RunnerLimits
+from services.worker.steps.execute import Runner
+from services.worker.steps.pipeline import MAX_UNREAD_STEPS
+from services.worker.steps.stages import RunnerLimits
 
 SWITCH_INTERVAL_S = 0.0001
 """How long the event loop's thread may keep the model thread from going on after a kernel. Measured on two cores,

@@ -14,7 +14,7 @@ from services.mesh.debug.breakpoints import HoldPoint, Holds
 from services.mesh.debug.damage import DamageKind, NothingToDamageError
 from services.worker.model_thread import Executes
 from services.worker.participation import FlipAnswer, Parked
-from services.worker.steps.execute import Opened
+from services.worker.steps.reset import Opened
 
 
 class HeldRank:

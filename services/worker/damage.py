@@ -32,7 +32,7 @@ class RowsHere:
     def whole_blocks(self, index: int) -> list[int]:
         """Places in a plane of one request's blocks that are full and lie here, in the order of its tokens."""
         num_full = max(int(self.table.num_tokens[index]) - 1, 0) // BLOCK_SLOTS
-        blocks = self.table.blocks[index, :num_full].tolist()
+        blocks = self.table.blocks_RB[index, :num_full].tolist()
         places = self.pool.places
         here = blocks if places is None else [int(places[block]) for block in blocks]
         return [place for place in here if place >= 0]

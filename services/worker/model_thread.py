@@ -16,7 +16,7 @@ from services.core.ids import FlipId
 from services.core.log import ProtocolError
 from services.core.step import LogEntry, StepReport
 from services.worker.participation import FlipAnswer, WorkLost
-from services.worker.steps.execute import Opened
+from services.worker.steps.reset import Opened
 
 MAX_QUEUED_ENTRIES = 256
 """Entries received and not executed. A scheduler issues a few steps ahead; more means that it forgot to wait."""

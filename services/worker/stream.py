@@ -23,7 +23,7 @@ from services.worker.boot import RankRuntime
 from services.worker.breakpoints import HeldRank
 from services.worker.model_thread import Answer, Execution
 from services.worker.participation import FlipAnswer, Participation
-from services.worker.steps.execute import Opened
+from services.worker.steps.reset import Opened
 
 THREAD_END_S = 1.0
 """How long the model thread may take to end once the data plane is aborted: one kernel, not one step."""

@@ -19,7 +19,8 @@ from services.worker.memory.device import RankDevice, rank_device
 from services.worker.memory.rows.exclusive_rows import ExclusiveRows
 from services.worker.memory.rows.layout_pool import LayoutPool
 from services.worker.participation import Worked, WorkLost
-from services.worker.steps.execute import MAX_UNREAD_STEPS, Runner
+from services.worker.steps.execute import Runner
+from services.worker.steps.pipeline import MAX_UNREAD_STEPS
 from tests.parts.memory.test_private_flips import FaultyWire
 from tests.support.private_group import check_live, check_rows, fill, poison, whole_cache
 from tools.bench.rank_processes import GroupSpec
@@ -50,16 +51,16 @@ def _bounds(spec: GroupSpec) -> GlooBounds:
 
 
 class LogitsLog:
-    """Stands before a runner's own sampler and keeps what it is given until it is asked for."""
+    """Stands before the draws of a runner's sampler and keeps what it is given until it is asked for."""
 
     def __init__(self, runner: Runner) -> None:
-        self._sampler = runner._sampler
+        self._sample = runner.parts.sampler.sample
         self._seen: list[Tensor] = []
-        runner._sampler = self  # type: ignore[assignment]
+        runner.parts.sampler.sample = self.sample  # type: ignore[method-assign]
 
     def sample(self, logits: Tensor, *rest: Any) -> Any:
         self._seen.append(logits.clone())
-        return self._sampler.sample(logits, *rest)
+        return self._sample(logits, *rest)
 
     def collected(self) -> list[Any]:
         """[rows, vocabulary] of every step since the last call that sampled here."""
@@ -78,12 +79,12 @@ class Work:
 def work(runner: Runner, flip_id: FlipId) -> Work:
     began_ns = time.perf_counter_ns()
     answer = runner.work(flip_id)
-    runner._device.finish()
+    runner.parts.device.finish()
     return Work(time.perf_counter_ns() - began_ns, answer)
 
 
 def _pool(runner: Runner, kind: LayoutKind) -> LayoutPool:
-    memory: Any = runner._memory
+    memory: Any = runner.parts.memory
     pool: LayoutPool = memory._rows.pools[kind]
     return pool
 
@@ -91,7 +92,7 @@ def _pool(runner: Runner, kind: LayoutKind) -> LayoutPool:
 def _cache(runner: Runner, kind: LayoutKind, seed: int) -> Tensor:
     geometry = runner._geometry
     shape = (geometry.num_layers, _pool(runner, kind).num_blocks, geometry.num_kv_heads, geometry.head_dim)
-    return whole_cache(*shape, seed=seed).to(runner._device.place)
+    return whole_cache(*shape, seed=seed).to(runner.parts.device.place)
 
 
 def fill_rows(runner: Runner, kind: LayoutKind, seed: int) -> None:
@@ -99,7 +100,7 @@ def fill_rows(runner: Runner, kind: LayoutKind, seed: int) -> None:
 
 
 def _take_turns(runner: Runner) -> bool:
-    memory: Any = runner._memory
+    memory: Any = runner.parts.memory
     return isinstance(memory._rows, ExclusiveRows)
 
 
@@ -115,13 +116,13 @@ def rows_are_right(runner: Runner, kind: LayoutKind, seed: int, live: Runs) -> s
     try:
         check(_pool(runner, kind), _cache(runner, kind, seed), live)  # type: ignore[arg-type]
     except AssertionError as error:
-        return f"rank {runner._rank}: rows of {kind.value} differ: {error}"
+        return f"rank {runner.parts.rank}: rows of {kind.value} differ: {error}"
     return ""
 
 
 def change_one_byte(runner: Runner, at_message: int) -> None:
     """Of the message of that number that this rank takes next."""
-    FaultyWire(runner._carrier, at_message)
+    FaultyWire(runner.parts.carrier, at_message)
 
 
 def log_place(runner: Runner) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from services.core.step import AbandonEntry, CommitEntry, FlipEntry
 from services.placement.ledger import PoolBacking
 from services.worker.memory.owned_memory import OwnedMode
 from services.worker.participation import Worked, WorkLost
-from services.worker.steps.execute import RunnerLimits
+from services.worker.steps.stages import RunnerLimits
 from tests.gpu import rank_calls
 from tests.gpu.mesh_part import MeshFindings, mesh_findings
 from tests.support.tiny_llama import TinyShape, write_safetensors

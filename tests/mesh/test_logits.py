@@ -12,7 +12,7 @@ from services.core.errors import ConfigurationError
 from services.core.ids import BlockId, FlipId, LayoutKind
 from services.core.step import CommitEntry, FlipEntry
 from services.models.model_files import resolve_model
-from services.worker.steps.execute import RunnerLimits
+from services.worker.steps.stages import RunnerLimits
 from tests.mesh.support.logits_keeper import LogitsKeeper
 from tools.bench.log_driver import LogDriver
 from tools.bench.rank_processes import GroupSpec, RankProcess, rank_processes

@@ -35,7 +35,7 @@ def runs(*pairs: tuple[int, int]) -> BlockRuns:
 
 
 def rows_of(group: Group, rank: int) -> PoolPair | ExclusiveRows:
-    memory = group.ranks[rank].runner._memory
+    memory = group.ranks[rank].runner.parts.memory
     assert isinstance(memory, DualMemory | ExchangeMemory | ImageMemory)
     rows = memory._rows
     assert isinstance(rows, PoolPair | ExclusiveRows)

@@ -24,7 +24,9 @@ from services.worker.memory.rank_memory import RankMemory, SharedMemory
 from services.worker.memory.weights.mapped import WeightStore
 from services.worker.memory.wire import MoveBounds
 from services.worker.model_thread import Answer
-from services.worker.steps.execute import MAX_UNREAD_STEPS, Runner, RunnerLimits
+from services.worker.steps.execute import Runner
+from services.worker.steps.pipeline import MAX_UNREAD_STEPS
+from services.worker.steps.stages import RunnerLimits
 from tools.bench.log_driver import LogDriver
 
 DEADLINE_S = 20.0
@@ -34,16 +36,16 @@ LIMITS = RunnerLimits(max_resident_requests=8, max_batch_tokens=256, num_valid_i
 
 
 class LogitsTap:
-    """Stands before a runner's own sampler and keeps what it is given."""
+    """Stands before the draws of a runner's sampler and keeps what it is given."""
 
     def __init__(self, runner: Runner) -> None:
-        self._sampler = runner._sampler
+        self._sample = runner.parts.sampler.sample
         self.logits: list[Tensor] = []
-        runner._sampler = self  # type: ignore[assignment]
+        runner.parts.sampler.sample = self.sample  # type: ignore[method-assign]
 
     def sample(self, logits: Tensor, *rest: Any) -> Any:
         self.logits.append(logits.clone())
-        return self._sampler.sample(logits, *rest)
+        return self._sample(logits, *rest)
 
 
 class RankThread:

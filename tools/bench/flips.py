@@ -28,7 +28,8 @@ from services.placement.staging import MAX_CHUNK_BYTES
 from services.worker.memory.owned_memory import OwnedMode
 from services.worker.memory.wire import MoveBounds, Wire
 from services.worker.participation import Worked
-from services.worker.steps.execute import Runner, RunnerLimits
+from services.worker.steps.execute import Runner
+from services.worker.steps.stages import RunnerLimits
 from tools.bench.log_driver import LogDriver
 from tools.bench.rank_processes import GroupSpec, RankCall, RankProcess, rank_processes
 
@@ -49,7 +50,7 @@ class WorkTime:
 
 def probe_link(runner: Runner) -> float:
     """Exchanges messages with every partner; bytes received in a second."""
-    wire = Wire(runner._carrier, MoveBounds(MAX_CHUNK_BYTES, LIMITS.deadline_s))
+    wire = Wire(runner.parts.carrier, MoveBounds(MAX_CHUNK_BYTES, LIMITS.deadline_s))
     # From memory to memory, as rows and pages are: one buffer used again would stay in a cache.
     out, into = (torch.ones((NUM_PROBE_MESSAGES, MAX_CHUNK_BYTES), dtype=torch.uint8) for _ in range(2))
     wire.gathered([0])

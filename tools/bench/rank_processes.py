@@ -33,7 +33,9 @@ from services.worker.memory.rank_memory import RankMemory, SharedMemory
 from services.worker.memory.weights.mapped import WeightStore
 from services.worker.memory.wire import MoveBounds
 from services.worker.model_thread import Answer
-from services.worker.steps.execute import MAX_UNREAD_STEPS, Runner, RunnerLimits
+from services.worker.steps.execute import Runner
+from services.worker.steps.pipeline import MAX_UNREAD_STEPS
+from services.worker.steps.stages import RunnerLimits
 
 ANSWER_S = 120.0
 """How long one entry, one call or a rank's start may take: above every deadline of a wait for peers."""

@@ -17,7 +17,8 @@ from pathlib import Path
 from services.core.ids import LayoutKind
 from services.models.model_files import resolve_model
 from services.worker.model import llama
-from services.worker.steps.execute import Runner, RunnerLimits
+from services.worker.steps.execute import Runner
+from services.worker.steps.stages import RunnerLimits
 from tools.bench.log_driver import LogDriver
 from tools.bench.rank_processes import GroupSpec, rank_processes
 
@@ -46,7 +47,7 @@ class KernelTimes:
         self._before = (0, 0)
         for name, kind in KERNELS.items():
             setattr(llama, name, self._timed(getattr(llama, name), kind))
-        setattr(runner._sampler, "sample", self._timed(runner._sampler.sample, "sampling"))  # noqa: B010 (a wrapper)
+        setattr(runner.parts.sampler, "sample", self._timed(runner.parts.sampler.sample, "sampling"))  # noqa: B010 (a wrapper)
 
     def _timed(self, call: Callable[..., object], kind: str) -> Callable[..., object]:
         spent_ns, clock = self._spent_ns, time.perf_counter_ns

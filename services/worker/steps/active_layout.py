@@ -1,45 +1,76 @@
-"""Everything on a rank that holds a layout, switched together, and the check that nothing was forgotten.
+"""What a rank computes with under each layout, which of them is active, and the evidence that all of it is.
 
-A rank that is half in the old layout answers wrong or waits for itself; so after a switch every holder is asked what it
-holds, and one that disagrees ends the generation before the next step runs.
+Everything that is of one layout is in one value for each, and COMMIT changes which of the two is used. The evidence is
+what each part was made for, not where it was found; `LayoutPart` is the list of what must be asked.
 """
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+from enum import StrEnum
 
-from services.core.ids import Epoch, LayoutKind
+from services.core.ids import LayoutKind, Rank
+from services.core.layout import Layout
+from services.core.log import LogFollower
+from services.worker.memory.rows.kv_cache import Pool
+from services.worker.model.stage import Stage, StageSpec
+from services.worker.steps.inputs import StepBuffers
+from services.worker.steps.layout_evidence import Evidence
+from services.worker.steps.stages import is_summed
 
-Held = tuple[LayoutKind, Epoch]
+
+class LayoutPart(StrEnum):
+    """Everything on a rank that is of one layout. The sampler is not: it draws on the same rank in both."""
+
+    LOG = "the log follower"
+    STAGE = "the stage"
+    PEERS = "the stage's peers"
+    POOL = "the KV pool"
+    BUFFERS = "the step buffers"
 
 
-class HalfSwitchedError(RuntimeError):
-    """Something still holds the layout before; the message names it."""
+@dataclass(frozen=True, slots=True)
+class LayoutView:
+    """One rank's part of one layout."""
+
+    layout: Layout
+    spec: StageSpec
+    """What the stage was built from."""
+    stage: Stage
+    pool: Pool
+    buffers: StepBuffers
 
 
-class LayoutHolder(Protocol):
-    """Something that keeps what belongs to one layout."""
+@dataclass(slots=True)
+class ActiveLayout:
+    """The layout that steps run under."""
+
+    views: Mapping[LayoutKind, LayoutView]
+    kind: LayoutKind
 
     @property
-    def name(self) -> str:
-        """For the message, should it be stale."""
+    def view(self) -> LayoutView:
+        """What steps use."""
+        return self.views[self.kind]
 
-    @property
-    def held(self) -> Held:
-        """The layout and epoch it works under."""
+    def switch(self, kind: LayoutKind) -> None:
+        """The other set of views; no byte moves."""
+        self.kind = kind
 
-    def switch(self, kind: LayoutKind, epoch: Epoch) -> None:
-        """Works under another layout from now on."""
+    def evidence(self, rank: Rank, follower: LogFollower, pools: Mapping[LayoutKind, Pool]) -> Evidence:
+        """What each part of the view in use was made for, by what is in it and not by where it was found."""
+        view, layouts = self.view, {kind: own.layout for kind, own in self.views.items()}
+        spec, peers = view.spec, view.spec.peers
+        return {
+            LayoutPart.LOG: frozenset(kind for kind in layouts if kind is follower.layout),
+            LayoutPart.STAGE: _which(layouts, lambda layout: layout.shares[rank] == spec.share),
+            LayoutPart.PEERS: _which(
+                layouts,
+                lambda layout: layout.shares == peers.shares if peers is not None else not is_summed(layout),
+            ),
+            LayoutPart.POOL: frozenset(kind for kind, pool in pools.items() if pool is view.pool),
+            LayoutPart.BUFFERS: frozenset((view.buffers.layout,)),
+        }
 
 
-def switch_all(holders: Iterable[LayoutHolder], kind: LayoutKind, epoch: Epoch) -> None:
-    """Switches every holder, then asks each.
-
-    Raises:
-        HalfSwitchedError: one of them holds something else.
-    """
-    everyone = list(holders)
-    for holder in everyone:
-        holder.switch(kind, epoch)
-    stale = [f"{holder.name} holds {holder.held}" for holder in everyone if holder.held != (kind, epoch)]
-    if stale:
-        raise HalfSwitchedError(f"switched to {kind.value} in epoch {epoch}, but {', '.join(stale)}")
+def _which(layouts: Mapping[LayoutKind, Layout], fits: Callable[[Layout], bool]) -> Set[LayoutKind]:
+    return frozenset(kind for kind, layout in layouts.items() if fits(layout))

@@ -1,6 +1,6 @@
 """From logits to ids and log-probabilities, on the sampling rank alone.
 
-Gathers each row's parameters from the resident table and calls the kernels on whole batches; the only loop is over rows
+Gathers each row's parameters from the request table and calls the kernels on whole batches; the only loop is over rows
 with penalties. Keeps nothing between steps: a draw depends on a row's logits, parameters, tokens, seed and output
 position, so that a flip, a preemption or another batch changes nothing. Log-probabilities are of the model's own
 distribution, taken before anything is added.
@@ -19,7 +19,9 @@ from kernels.cpu.sampling import add_sparse, log_softmax_at, penalize, sample, t
 from services.core.ids import TokenId
 from services.core.request import TokenLogprobs
 from services.core.step import SampledTokens
-from services.worker.steps.table import Int32s, Int64s, RequestTable
+from services.worker.steps.sampling_words import Param
+from services.worker.steps.table import RequestTable
+from services.worker.steps.words import Int32s, Int64s
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,55 +44,65 @@ class Sampled:
         )
 
 
+class _Params:
+    """Parameters of the sampled rows, [N] each, on the host, where these kernels are."""
+
+    def __init__(self, table: RequestTable, request: Int64s) -> None:
+        where = torch.from_numpy(request).to(table.params_PR.device)
+        self.words = torch.index_select(table.params_PR, 1, where).cpu()
+        self.floats = self.words.view(torch.float32)
+        """The columns that are floats."""
+        self.seeds = torch.index_select(table.seeds_R, 0, where).cpu()
+
+
 class Sampler:
     """Samples for one model. `num_valid_ids`: ids from here on are padding of the vocabulary and are never drawn."""
 
     def __init__(self, num_valid_ids: int) -> None:
         self._num_valid = num_valid_ids
 
-    def sample(self, logits: Tensor, resident: RequestTable, request: Int64s, position: Int64s) -> Sampled:
+    def sample(self, logits: Tensor, table: RequestTable, request: Int64s, position: Int64s) -> Sampled:
         """Draws for [N] rows of [N, V] logits, which are changed; `position` is the new token's place."""
-        wanted = np.flatnonzero(resident.wants_logprobs[request])
+        wanted = np.flatnonzero(table.wants_logprobs[request])
         # The model's own distribution: what is added below must not show in it.
         own = logits[torch.from_numpy(wanted)] if len(wanted) else logits[:0]
-        self._penalize(logits, resident, request, position)
-        self._add_bias(logits, resident, request)
-        ids, finite = self._draw(logits, resident, request, position)
-        return Sampled(ids, finite, self._logprobs(own, resident, request, wanted, ids, finite))
+        params = _Params(table, request)
+        self._penalize(logits, table, params, request, position)
+        self._add_bias(logits, table, request)
+        ids, finite = self._draw(logits, params, position - table.num_prompt_tokens[request])
+        return Sampled(ids, finite, self._logprobs(own, table, request, wanted, ids, finite))
 
-    def _draw(
-        self, logits: Tensor, resident: RequestTable, request: Int64s, position: Int64s
-    ) -> tuple[Int32s, NDArray[np.bool_]]:
-        table, count = resident.sampling, len(request)
-        ids, finite = np.zeros(count, np.int32), np.zeros(count, np.bool_)
+    def _draw(self, logits: Tensor, params: "_Params", output_position: Int64s) -> tuple[Int32s, NDArray[np.bool_]]:
+        ids, finite = np.zeros(len(output_position), np.int32), np.zeros(len(output_position), np.bool_)
         sample(
             logits,
-            torch.from_numpy(table.temperature[request]),
-            torch.from_numpy(table.top_k[request]),
-            torch.from_numpy(table.top_p[request]),
-            torch.from_numpy(table.min_p[request]),
-            torch.from_numpy(table.seed[request].view(np.int64)),
-            torch.from_numpy(position - resident.num_prompt_tokens[request]),
+            params.floats[Param.TEMPERATURE],
+            params.words[Param.TOP_K],
+            params.floats[Param.TOP_P],
+            params.floats[Param.MIN_P],
+            params.seeds,
+            torch.from_numpy(output_position),
             torch.from_numpy(ids),
             torch.from_numpy(finite),
             num_valid=self._num_valid,
         )
         return ids, finite
 
-    def _penalize(self, logits: Tensor, resident: RequestTable, request: Int64s, position: Int64s) -> None:
+    def _penalize(
+        self, logits: Tensor, table: RequestTable, params: "_Params", request: Int64s, position: Int64s
+    ) -> None:
         """Repetition covers prompt and output, presence and frequency the output alone."""
-        table = resident.sampling
         for row in np.flatnonzero(table.penalised[request]).tolist():
             index = int(request[row])
-            history = torch.from_numpy(resident.tokens[index, : int(position[row])])
-            repetition = float(table.repetition[index])
+            history = table.tokens_RC[index, : int(position[row])].cpu()
+            repetition, presence, frequency = (
+                float(params.floats[param, row]) for param in (Param.REPETITION, Param.PRESENCE, Param.FREQUENCY)
+            )
             penalize(logits, row, history, repetition=repetition, num_valid=self._num_valid)
-            output = history[int(resident.num_prompt_tokens[index]) :]
-            presence, frequency = float(table.presence[index]), float(table.frequency[index])
+            output = history[int(table.num_prompt_tokens[index]) :]
             penalize(logits, row, output, presence=presence, frequency=frequency, num_valid=self._num_valid)
 
-    def _add_bias(self, logits: Tensor, resident: RequestTable, request: Int64s) -> None:
-        table = resident.sampling
+    def _add_bias(self, logits: Tensor, table: RequestTable, request: Int64s) -> None:
         counts = table.num_bias[request]
         rows = np.flatnonzero(counts)
         if len(rows):
@@ -106,7 +118,7 @@ class Sampler:
     def _logprobs(
         self,
         own: Tensor,
-        resident: RequestTable,
+        table: RequestTable,
         request: Int64s,
         wanted: Int64s,
         ids: Int32s,
@@ -114,7 +126,7 @@ class Sampler:
     ) -> tuple[tuple[int, TokenLogprobs], ...]:
         if not len(wanted):
             return ()
-        counts = resident.num_logprobs[request[wanted]]
+        counts = table.num_logprobs[request[wanted]]
         sampled = torch.empty((len(wanted), 1))
         log_softmax_at(own, torch.from_numpy(ids[wanted][:, None]), sampled, num_valid=self._num_valid)
         num_top = int(counts.max())

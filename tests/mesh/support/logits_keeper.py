@@ -10,16 +10,16 @@ from services.worker.steps.execute import Runner
 
 
 class LogitsKeeper:
-    """Stands before a runner's own sampler."""
+    """Stands before the draws of a runner's sampler."""
 
     def __init__(self, runner: Runner) -> None:
-        self._sampler = runner._sampler
+        self._sample = runner.parts.sampler.sample
         self._last: Tensor | None = None
-        runner._sampler = self  # type: ignore[assignment]
+        runner.parts.sampler.sample = self.sample  # type: ignore[method-assign]
 
     def sample(self, logits: Tensor, *rest: Any) -> Any:
         self._last = logits.clone()
-        return self._sampler.sample(logits, *rest)
+        return self._sample(logits, *rest)
 
     def collected(self) -> NDArray[np.float32] | None:
         """[rows, vocabulary] of the last step that sampled here."""

@@ -21,7 +21,7 @@ from tools.bench.rank_processes import RankCall, RankProcess
 
 
 def pool_of(runner: Runner, kind: LayoutKind) -> LayoutPool:
-    memory: Any = runner._memory
+    memory: Any = runner.parts.memory
     pool = memory._rows.pools[kind]
     assert isinstance(pool, LayoutPool)
     return pool
@@ -46,7 +46,7 @@ def hold_rows(runner: Runner, kind: LayoutKind, seed: int, live: BlockRuns) -> N
 
 
 def change_a_byte(runner: Runner, at_message: int) -> None:
-    FaultyWire(runner._carrier, at_message)
+    FaultyWire(runner.parts.carrier, at_message)
 
 
 def work(runner: Runner, flip_id: FlipId) -> Worked | WorkLost:

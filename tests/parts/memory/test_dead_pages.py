@@ -53,7 +53,7 @@ def pools_of(group: Group) -> list[Pool]:
     """Pools in force, one for each memory."""
     pools = [rank.runner.pool for rank in group.ranks]
     assert all(pool is not None for pool in pools)
-    is_shared = isinstance(group.ranks[0].runner._memory, SharedMemory)
+    is_shared = isinstance(group.ranks[0].runner.parts.memory, SharedMemory)
     return [pool for pool in pools[: 1 if is_shared else None] if pool is not None]
 
 
@@ -70,7 +70,7 @@ def planes_of(pool: Pool) -> list[torch.Tensor]:
 
 def held_bytes(group: Group) -> int:
     """Memory of all ranks' pools, by the system's account."""
-    memory = group.ranks[0].runner._memory
+    memory = group.ranks[0].runner.parts.memory
     if isinstance(memory, SharedMemory):
         assert memory._pool is not None
         return memory._pool._region.held_bytes()
@@ -218,7 +218,7 @@ def test_no_row_below_loses_a_bit(
         ends = (333, 332, 331, 150, 149, 19, 18, 17, 2, 1)
         for end in ends:
             for rank in group.ranks:
-                rank.runner._memory.release_above(end)
+                rank.runner.parts.memory.release_above(end)
             for (pool, plane), rows in zip(planes, written, strict=True):
                 own = own_blocks(pool) if isinstance(pool, LayoutPool) else list(range(NUM_BLOCKS))
                 num_kept = sum(block < end for block in own)

@@ -34,7 +34,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 def memory_of(group: Group, rank: int) -> ExchangeMemory:
-    memory = group.ranks[rank].runner._memory
+    memory = group.ranks[rank].runner.parts.memory
     assert isinstance(memory, ExchangeMemory)
     return memory
 

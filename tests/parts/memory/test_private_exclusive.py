@@ -293,7 +293,7 @@ def test_abandoned_after_every_row_has_gone(tiny: Tiny, mode: OwnedMode) -> None
 def test_rows_come_back_where_weights_are_wrong(tiny: Tiny, mode: OwnedMode, monkeypatch: pytest.MonkeyPatch) -> None:
     with group_of(tiny[0], 2, mode=mode, keeps=EXCLUSIVE) as group:
         started(group)
-        memory: Any = group.ranks[1].runner._memory
+        memory: Any = group.ranks[1].runner.parts.memory
         if isinstance(memory, ImageMemory):
             memory._weights.images[TP].flat[99] ^= 1
         else:
@@ -344,7 +344,7 @@ def test_staging_is_what_the_ledger_prices(tiny: Tiny, mode: OwnedMode, backing:
                 taken = rows._mover._staging.rows.numel() + rows._mover._staging.message.numel()  # type: ignore[union-attr]
             else:
                 taken = mover._outgoing.numel() + mover._incoming.numel()  # type: ignore[union-attr]
-            memory: Any = group.ranks[rank].runner._memory
+            memory: Any = group.ranks[rank].runner.parts.memory
             if mode == "exchange":
                 taken += memory._pages._arena._staging.num_bytes
             [term] = [term.num_bytes for term in priced.ranks[rank].terms if term.name == "flip staging"]
@@ -380,7 +380,7 @@ def test_the_boot_peak_is_the_larger_layout_and_not_the_sum(wide: ModelFiles, mo
             for plane in (*pool.keys.values(), *pool.values.values()):
                 plane.fill_(1)
         free()
-        weights = sum(rank.runner._memory.weights_bytes for rank in group.ranks)
+        weights = sum(rank.runner.parts.memory.weights_bytes for rank in group.ranks)
         larger = [max(pool.num_bytes for pool in rows_of(group, rank).pools.values()) for rank in (0, 1)]
         both = sum(pool.num_bytes for rank in (0, 1) for pool in rows_of(group, rank).pools.values())
         assert sum(larger) < 0.8 * both

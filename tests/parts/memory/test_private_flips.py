@@ -94,8 +94,8 @@ def check_weights(group: Group, kind: LayoutKind, tiny: tuple[ModelFiles, TinyLl
     """Every part that a stage of this layout multiplies by has the bits of the files."""
     files, model = tiny
     for rank, rank_thread in enumerate(group.ranks):
-        weights = rank_thread.runner._memory.weights(kind)
-        for name, rows, columns in asked(files, rank_thread.runner._layouts[kind], rank):
+        weights = rank_thread.runner.parts.memory.weights(kind)
+        for name, rows, columns in asked(files, rank_thread.runner.stages[kind].layout, rank):
             wanted = model.weights[name]
             if wanted.dim() == 1:
                 assert torch.equal(weights.vector(name), wanted)

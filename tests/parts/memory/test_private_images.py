@@ -38,7 +38,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 def weights_of(group: Group, rank: int) -> ImageWeights:
-    memory = group.ranks[rank].runner._memory
+    memory = group.ranks[rank].runner.parts.memory
     assert isinstance(memory, ImageMemory)
     return memory._weights
 
@@ -124,7 +124,7 @@ def test_files_that_changed_are_no_way_back(tiny: Tiny, monkeypatch: pytest.Monk
         monkeypatch.setattr(image, "_load", other)
         weights.held = None
         with pytest.raises(DataPlaneLostError, match=r"weights of pp cannot be had back: .*other bytes than at start"):
-            group.ranks[0].runner._memory.settle(PP)
+            group.ranks[0].runner.parts.memory.settle(PP)
         assert weights.held is None
 
 

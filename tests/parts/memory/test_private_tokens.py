@@ -1,7 +1,7 @@
 """A KV cache cut by tokens, on real rank memories: logits, the byte oracle of rows, answers across flips, refusals."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import gguf
 import pytest
@@ -88,7 +88,10 @@ def test_rows_follow_the_token_vector_and_weights_follow_theirs(tiny: tuple[Mode
         assert [own_blocks(pool) for pool in pools] == [[0, 4, 8], [1, 2, 3, 5, 6, 7, 9]]
         assert [pool.keys[0].shape[:2] for pool in pools] == [(3, 3), (7, 3)]
         assert pools[0].places is not None and pools[0].places.tolist() == [0, -1, -1, -1, 1, -1, -1, -1, 2, -1]
-        assert [len(rank.runner._layouts[TP].shares[index].heads) for index, rank in enumerate(group.ranks)] == [4, 2]
+        assert [len(rank.runner.stages[TP].layout.shares[index].heads) for index, rank in enumerate(group.ranks)] == [
+            4,
+            2,
+        ]
         assert [pool.num_bytes for pool in pools] == [count * 4 * 3 * 2 * 16 * 16 * 4 for count in (3, 7)]
 
 
@@ -97,7 +100,8 @@ def test_a_rank_that_takes_the_weights_vector_for_the_tokens_is_refused(tiny: tu
     files = tiny[0]
     wrong = both_layouts(shard_units(files.geometry, files.tensors), 2, None, (1.0, 3.0), (1, 3))
     with group_of(files, 2, kv_tokens=(3, 1), tp_weights=(1.0, 3.0), mode="dual") as group:
-        group.ranks[1].runner._layouts = wrong
+        runner = group.ranks[1].runner
+        runner.stages = {kind: replace(built, layout=wrong[kind]) for kind, built in runner.stages.items()}
         rows_of(group, 1)._holdings = {kind: kv_holdings(layout, 3) for kind, layout in wrong.items()}
         with pytest.raises(ConfigurationError, match=r"rank 1 shares the rows .* as \[1, 3\], rank 0 as \[3, 1\]"):
             group.log.reset(TP, 16, 8, 256)

@@ -68,7 +68,7 @@ def served(
 def test_each_rank_has_the_heads_that_its_weight_asks_for(served: tuple[Case, ModelFiles, TinyLlama]) -> None:
     case, files, _ = served
     with group_of(files, case.num_ranks, tp_weights=case.tp_weights) as group:
-        shares = group.ranks[0].runner._layouts[TP].shares
+        shares = group.ranks[0].runner.stages[TP].layout.shares
         found = [
             (range(share.kv_heads.begin, share.kv_heads.end), range(share.heads.begin, share.heads.end))
             for share in shares
@@ -139,7 +139,7 @@ def test_ranks_that_map_one_pool_share_no_column(served: tuple[Case, ModelFiles,
     with group_of(files, case.num_ranks, tp_weights=case.tp_weights) as group:
         group.log.reset(TP, 4, 8, 64)
         pools = [rank.runner.pool for rank in group.ranks]
-        layout = group.ranks[0].runner._layouts[TP]
+        layout = group.ranks[0].runner.stages[TP].layout
         columns = []
         for pool, share in zip(pools, layout.shares, strict=True):
             assert pool is not None

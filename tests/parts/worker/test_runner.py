@@ -13,7 +13,7 @@ from services.core.log import ProtocolError
 from services.core.request import SamplingParams
 from services.core.step import AbandonEntry, CommitEntry, FlipEntry, StepPlan
 from services.models.model_files import ModelFiles, open_model
-from services.worker.steps.execute import MAX_UNREAD_STEPS
+from services.worker.steps.pipeline import MAX_UNREAD_STEPS, StepPipeline
 from tests.support.rank_threads import LIMITS, Group, group_of
 from tests.support.tiny_llama import TinyLlama, TinyShape, write_gguf
 
@@ -25,6 +25,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelFiles, TinyLlam
     path = tmp_path_factory.mktemp("model") / "tiny.gguf"
     model = write_gguf(path, TinyShape(num_layers=4), gguf.GGMLQuantizationType.Q4_1)
     return open_model(path), model
+
+
+def steps_of(group: Group) -> list[StepPipeline]:
+    return [rank.runner.steps for rank in group.ranks if rank.runner.steps is not None]
 
 
 def check_greedy(model: TinyLlama, ids: list[int], num_prompt: int, num_output: int) -> None:
@@ -54,7 +58,7 @@ def test_ids_that_nobody_reads_do_not_pile_up(tiny: tuple[ModelFiles, TinyLlama]
         for _ in range(5 * MAX_UNREAD_STEPS):
             log.step([(0, 39, 1)], sampled=[0])
             log.settle()
-        assert all(len(rank.runner._unread) <= MAX_UNREAD_STEPS for rank in group.ranks)
+        assert all(steps.num_unread <= MAX_UNREAD_STEPS for steps in steps_of(group))
 
 
 def flip(log: Group, target: LayoutKind, *, commit: bool) -> None:
@@ -112,7 +116,7 @@ def test_a_rank_that_fails_releases_those_that_wait_for_it(
             replace(entry, entry=replace(good, row_request_index=[RequestIndex(7)]))
         )
         group.log.write(good)
-        with pytest.raises(ProtocolError, match="request index 7 has a row, but nobody holds it"):
+        with pytest.raises(ProtocolError, match="request index 7 has a row, but nobody has it"):
             first.answer()
         with pytest.raises(CollectiveError) as caught:
             group.ranks[1].answer()

@@ -83,7 +83,7 @@ def test_tokens_of_the_row_beyond_its_position_are_not_penalised() -> None:
     """Steps ahead: an earlier holder's tokens may lie behind the row's own."""
     params = SamplingParams(presence_penalty=5.0)
     resident = table(r2=(params, {}))
-    resident.tokens[2, len(PROMPT + OUTPUT)] = 40
+    resident.tokens_RC[2, len(PROMPT + OUTPUT)] = 40
     logits = some_logits(1)
     logits[0, 40] = 20.0
     assert draw(resident, logits, 2).ids.tolist() == [40]

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from services.core.ids import BLOCK_SLOTS, Epoch, LayoutKind
 from services.core.step import FlipEntry
-from services.worker.steps.active_layout import Held
 from tests.sim.processes.world import InvariantError
 
 if TYPE_CHECKING:
@@ -47,6 +46,9 @@ class Slip(Enum):
     ROWS = "rows are not what was sent"
     WEIGHTS = "weights are not what was loaded"
     LATE = "something failed when all was done"
+
+
+Held = tuple[LayoutKind, Epoch]
 
 
 class RestorableError(Exception):

@@ -41,9 +41,9 @@ from services.core.step import (
     StepPlan,
     StepReport,
 )
-from services.worker.steps.active_layout import Held, switch_all
+from services.worker.steps.layout_evidence import check_parts
 from tests.sim.processes.data_plane import WAIT, DataPlane, Member
-from tests.sim.processes.memory import Holder, LostError, Memory, RestorableError, Slip
+from tests.sim.processes.memory import Held, Holder, LostError, Memory, RestorableError, Slip
 from tests.sim.processes.resident_places import Places
 from tests.sim.processes.shipped_table import ShippedPlaces
 from tests.sim.processes.toy_model import next_token
@@ -54,6 +54,9 @@ if TYPE_CHECKING:
 
 MAX_UNREAD_STEPS = 32
 """As of the worker: ids are applied unasked when they are this old."""
+
+LAYOUT_PARTS = ("stage", "algorithm", "draft")
+"""What must be asked after a switch."""
 
 NOT_READY_NS = 3_000_000
 """How often a rank that is behind a FLIP entry says so."""
@@ -207,7 +210,10 @@ class RankProcess(Member):
     def switch(self, kind: LayoutKind) -> None:
         """COMMIT is executed: everything that holds a layout, by the shipped check."""
         assert self.follower.epoch is not None
-        switch_all(self.holders, kind, self.follower.epoch)
+        for holder in self.holders:
+            holder.switch(kind, self.follower.epoch)
+        evidence = {holder.name: {holder.held[0]} for holder in self.holders}
+        check_parts(LAYOUT_PARTS, evidence, kind, self.follower.epoch)
 
     # A step.
 

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from services.core.ids import LogIndex
 from services.core.step import ResetEntry, StepPlan
+from services.worker.steps.inputs import StepBuffers
 from services.worker.steps.table import RequestTable, TableLimits
 from tests.sim.processes.resident_places import Places
 from tests.sim.processes.toy_model import VOCAB
@@ -26,11 +28,12 @@ class ShippedPlaces(Places):
                 max_batch_tokens=max_batch_tokens,
             )
         )
+        self._buffers = StepBuffers(reset.layout, self._table)
 
     def apply_tokens(self, step: LogIndex, targets: Sequence[tuple[int, int]], ids: Sequence[int]) -> None:
         super().apply_tokens(step, targets, ids)
         index, position = (np.asarray(values, np.int64) for values in zip(*targets, strict=True))
-        self._table.apply_tokens(step, index, position, np.asarray(ids, np.int32))
+        self._table.apply_tokens(step, index, position, torch.tensor(ids, dtype=torch.int32))
 
     def apply_deltas(self, plan: StepPlan, sequence: LogIndex) -> None:
         super().apply_deltas(plan, sequence)
@@ -38,7 +41,7 @@ class ShippedPlaces(Places):
 
     def ends(self, plan: StepPlan) -> list[int]:
         ends = super().ends(plan)
-        read = self._table.input_ids(self._table.rows(plan)).tolist()
+        read = self._buffers.fill(self._table.rows(plan)).input_ids.tolist()
         own = [
             token
             for index, start, length in zip(plan.row_request_index, plan.row_start, plan.row_num_tokens, strict=True)

@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING
 
 from services.core.ids import BLOCK_SLOTS, Epoch, LayoutKind
 from services.core.step import FlipEntry
-from services.worker.steps.active_layout import Held
-from tests.sim.processes.memory import Holder, Memory, Mode, RestorableError, Rows, Slip, Work
+from tests.sim.processes.memory import Held, Holder, Memory, Mode, RestorableError, Rows, Slip, Work
 from tests.sim.processes.rank import RankProcess
 
 if TYPE_CHECKING:

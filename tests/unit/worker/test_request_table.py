@@ -1,16 +1,20 @@
-"""The resident table holds what the log says, and turns every broken entry into a protocol error."""
+"""The request table holds what the log says, and turns every broken entry into a protocol error."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.core.ids import BLOCK_SLOTS, BlockId, LogIndex, RequestId, RequestIndex, TokenId, blocks_for
+from kernels.backend import StepInputs
+from services.core.ids import BLOCK_SLOTS, BlockId, LayoutKind, LogIndex, RequestId, RequestIndex, TokenId, blocks_for
 from services.core.log import ProtocolError
 from services.core.request import SamplingParams
 from services.core.step import AdmittedRequest, StepPlan
+from services.worker.steps.inputs import StepBuffers
+from services.worker.steps.sampling_words import Param
 from services.worker.steps.table import RequestTable, TableLimits
 
 LIMITS = TableLimits(max_resident_requests=4, max_context_tokens=40, num_blocks=9, vocab_size=100, max_batch_tokens=48)
@@ -34,6 +38,19 @@ def table_with(*requests: AdmittedRequest) -> RequestTable:
     return table
 
 
+def ids_of(*ids: int) -> torch.Tensor:
+    return torch.tensor(ids, dtype=torch.int32)
+
+
+def floats(value: float) -> float:
+    """Of 32 bits."""
+    return float(np.float32(value))
+
+
+def inputs_of(table: RequestTable, plan: StepPlan) -> StepInputs:
+    return StepBuffers(LayoutKind.PP, table).fill(table.rows(plan))
+
+
 def plan_of(*rows: tuple[int, int, int], **fields: object) -> StepPlan:
     return StepPlan(
         row_request_index=[RequestIndex(index) for index, _, _ in rows],
@@ -45,41 +62,42 @@ def plan_of(*rows: tuple[int, int, int], **fields: object) -> StepPlan:
 
 def test_rows_read_the_tokens_that_were_admitted() -> None:
     table = table_with(admitted(2, [7, 8, 9]), admitted(0, [1, 2], [4]))
-    rows = table.rows(plan_of((2, 1, 2), (0, 0, 2), sampled_row=[0]))
-    assert table.input_ids(rows).tolist() == [8, 9, 1, 2]
-    assert rows.query_start.tolist() == [0, 2, 4]
-    assert rows.context_tokens.tolist() == [3, 2]
-    assert rows.positions().tolist() == [1, 2, 0, 1]
-    assert rows.token_rows().tolist() == [0, 0, 1, 1]
-    assert rows.sampled.tolist() == [0]
+    inputs = inputs_of(table, plan_of((2, 1, 2), (0, 0, 2), sampled_row=[0]))
+    assert inputs.input_ids.tolist() == [8, 9, 1, 2]
+    assert inputs.query_start.tolist() == [0, 2, 4]
+    assert inputs.context_tokens.tolist() == [3, 2]
+    assert inputs.positions.tolist() == [1, 2, 0, 1]
+    assert inputs.slots.tolist() == [1, 2, 64, 65]
+    assert inputs.row_of_sequence.tolist() == [2, 0]
+    assert inputs.sampled_tokens.tolist() == [1]
 
 
 def test_sampled_tokens_become_readable() -> None:
     table = table_with(admitted(1, [5]))
-    table.apply_tokens(LogIndex(1), np.array([1]), np.array([1]), np.array([42], np.int32))
-    assert table.input_ids(table.rows(plan_of((1, 1, 1)))).tolist() == [42]
+    table.apply_tokens(LogIndex(1), np.array([1]), np.array([1]), ids_of(42))
+    assert inputs_of(table, plan_of((1, 1, 1))).input_ids.tolist() == [42]
 
 
 def test_a_token_from_before_a_place_was_taken_again_is_dropped() -> None:
     table = table_with(admitted(1, [5]))
     table.apply_deltas(StepPlan(released=[RequestIndex(1)], admitted=[admitted(1, [6])]), LogIndex(3))
-    table.apply_tokens(LogIndex(2), np.array([1]), np.array([1]), np.array([42], np.int32))
+    table.apply_tokens(LogIndex(2), np.array([1]), np.array([1]), ids_of(42))
     assert table.num_tokens[1] == 1
-    table.apply_tokens(LogIndex(3), np.array([1]), np.array([1]), np.array([43], np.int32))
-    assert table.tokens[1, :2].tolist() == [6, 43]
+    table.apply_tokens(LogIndex(3), np.array([1]), np.array([1]), ids_of(43))
+    assert table.tokens_RC[1, :2].tolist() == [6, 43]
 
 
 def test_a_token_for_a_freed_place_is_dropped() -> None:
     table = table_with(admitted(1, [5]))
     table.apply_deltas(StepPlan(released=[RequestIndex(1)]), LogIndex(2))
-    table.apply_tokens(LogIndex(1), np.array([1]), np.array([1]), np.array([42], np.int32))
-    assert table.tokens[1, 1] == 0
-    assert table.num_resident == 0
+    table.apply_tokens(LogIndex(1), np.array([1]), np.array([1]), ids_of(42))
+    assert table.tokens_RC[1, 1] == 0
+    assert table.running() == []
 
 
 def test_a_token_at_the_end_of_the_context_is_dropped() -> None:
     table = table_with(admitted(0, list(range(40))))
-    table.apply_tokens(LogIndex(1), np.array([0]), np.array([40]), np.array([3], np.int32))
+    table.apply_tokens(LogIndex(1), np.array([0]), np.array([40]), ids_of(3))
     assert table.num_tokens[0] == 40
 
 
@@ -91,20 +109,23 @@ def test_blocks_are_appended_in_order_for_several_requests() -> None:
         block_id=[BlockId(5), BlockId(6), BlockId(7)],
     )
     table.apply_deltas(plan, LogIndex(2))
-    assert table.blocks[0].tolist() == [0, 5, 7]
-    assert table.blocks[3].tolist() == [8, 6, 0]
+    assert table.blocks_RB[0].tolist() == [0, 5, 7]
+    assert table.blocks_RB[3].tolist() == [8, 6, 0]
     assert table.num_blocks.tolist() == [3, 0, 0, 2]
 
 
 def test_sampling_parameters_of_an_earlier_holder_are_gone() -> None:
     biased = SamplingParams(temperature=0.5, repetition_penalty=1.1, seed=2**64 - 1, logit_bias=((TokenId(3), 2.0),))
     table = table_with(admitted(1, [5], sampling=biased))
-    assert table.sampling.penalised[1]
-    assert int(table.sampling.seed[1]) == 2**64 - 1
+    assert table.penalised[1]
+    assert table.seeds_R.numpy().view(np.uint64)[1] == 2**64 - 1
+    assert table.params_PR.view(torch.float32)[[Param.TEMPERATURE, Param.REPETITION], 1].tolist() == [0.5, floats(1.1)]
     table.apply_deltas(StepPlan(released=[RequestIndex(1)], admitted=[admitted(1, [6])]), LogIndex(3))
-    assert not table.sampling.penalised[1]
-    assert table.sampling.bias == {}
-    assert table.sampling.num_bias[1] == 0
+    assert not table.penalised[1]
+    assert table.bias == {}
+    assert table.num_bias[1] == 0
+    assert table.seeds_R[1] == 0
+    assert table.params_PR.view(torch.float32)[[Param.TEMPERATURE, Param.REPETITION], 1].tolist() == [0, 1]
 
 
 BROKEN_DELTAS = {
@@ -186,6 +207,6 @@ def test_any_rows_are_refused_or_inside(rows: list[tuple[int, int, int]], sample
         checked = table.rows(plan_of(*rows, sampled_row=sampled))
     except ProtocolError:
         return
-    ids = table.input_ids(checked)
-    assert len(ids) == sum(count for _, _, count in rows) <= LIMITS.max_batch_tokens
+    inputs = StepBuffers(LayoutKind.PP, table).fill(checked)
+    assert len(inputs.input_ids) == sum(count for _, _, count in rows) <= LIMITS.max_batch_tokens
     assert (checked.context_tokens <= table.num_blocks[checked.request] * BLOCK_SLOTS).all()
