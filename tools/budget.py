@@ -25,6 +25,7 @@ from services.models.model_files import open_model
 from services.placement.compatibility import CarrierKind, Device
 from services.placement.demand import Deployment, Model, plan_memory
 from services.placement.ledger import Capacity, Ceiling, Ledger, MemoryMode, PoolBacking
+from tools.absence import Absence
 from tools.mesh_client import add_common, mesh_client
 from tools.status import Answers, ask_all
 
@@ -229,7 +230,7 @@ async def _measured(config: Path | None) -> dict[str, Measured]:
     return {
         name: Measured(answer.memory_bytes, answer.worker.pool_bytes)
         for name, answer in answers.items()
-        if not isinstance(answer, str)
+        if not isinstance(answer, Absence)
     }
 
 

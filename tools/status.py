@@ -18,6 +18,7 @@ from services.core.errors import MeshError
 from services.core.ids import Rank
 from services.mesh.rpc import unary
 from services.mesh.settings.paths import process_name
+from tools.absence import Absence, absence
 from tools.mesh_client import CALL_S, MeshClient, NotRunningError, add_common, mesh_client
 
 TIMELINE = 6
@@ -31,7 +32,7 @@ _COLOURS = {
     pb.PHASE_DRAINING: "yellow",
 }
 
-Answers = dict[str, pb.GetStatusResponse | str]
+Answers = dict[str, pb.GetStatusResponse | Absence]
 """By process name: its status, or why there is none."""
 
 
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 async def _run(arguments: argparse.Namespace) -> int:
     async with mesh_client(arguments.config) as client:
         answers = await ask_all(client)
-        restarts = {name: _supervised(client.paths.supervisor_state(service)) for name, service in _services(client)}
+        restarts = supervised(client)
     if arguments.json:
         print(json.dumps(as_json(answers, restarts), indent=2))
     else:
@@ -60,27 +61,32 @@ async def _run(arguments: argparse.Namespace) -> int:
 
 async def ask_all(client: MeshClient) -> Answers:
     """Every process at once, each within `CALL_S`."""
-    answers: Answers = {process_name(service, rank): "" for service, rank in client.processes}
+    found: dict[str, pb.GetStatusResponse | str] = {}
 
     async def ask(service: str, rank: Rank | None) -> None:
         name = process_name(service, rank)
         try:
             stub = IntrospectionServiceStub(client.channel(service, rank))
-            answers[name] = await unary(stub.GetStatus, pb.GetStatusRequest(with_memory=True), timeout_s=CALL_S)
+            found[name] = await unary(stub.GetStatus, pb.GetStatusRequest(with_memory=True), timeout_s=CALL_S)
         except NotRunningError:
-            answers[name] = "not running"
+            found[name] = ""
         except (MeshError, grpc.aio.AioRpcError) as error:
-            answers[name] = f"no answer: {error}"
+            found[name] = str(error)
 
     async with anyio.create_task_group() as tasks:
         for service, rank in client.processes:
             tasks.start_soon(ask, service, rank)
-    return answers
+    supervisors = supervised(client)
+    names = [process_name(service, rank) for service, rank in client.processes]
+    return {
+        name: absence(name, supervisors[name], answer) if isinstance(answer := found[name], str) else answer
+        for name in names
+    }
 
 
-def is_ready(answer: pb.GetStatusResponse | str) -> bool:
+def is_ready(answer: pb.GetStatusResponse | Absence) -> bool:
     """Whether a process is there and at work."""
-    return not isinstance(answer, str) and answer.phase == pb.PHASE_READY
+    return not isinstance(answer, Absence) and answer.phase == pb.PHASE_READY
 
 
 def as_json(answers: Answers, restarts: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -88,7 +94,9 @@ def as_json(answers: Answers, restarts: dict[str, dict[str, Any]]) -> dict[str, 
     processes: dict[str, Any] = {}
     for name, answer in answers.items():
         facts = (
-            {"absent": answer} if isinstance(answer, str) else MessageToDict(answer, preserving_proto_field_name=True)
+            {"absent": str(answer)}
+            if isinstance(answer, Absence)
+            else MessageToDict(answer, preserving_proto_field_name=True)
         )
         processes[name] = {**facts, "supervisor": restarts.get(name, {})}
     return {"ready": all(map(is_ready, answers.values())), "processes": processes}
@@ -104,8 +112,8 @@ def as_table(answers: Answers, restarts: dict[str, dict[str, Any]]) -> Table:
     table.add_column("what", overflow="fold")
     for name, answer in answers.items():
         starts = str(restarts.get(name, {}).get("num_restarts", 0) + 1)
-        if isinstance(answer, str):
-            table.add_row(name, "[red]absent[/red]", "", "", "", starts, answer)
+        if isinstance(answer, Absence):
+            table.add_row(name, f"[red]{answer.state}[/red]", "", "", "", starts, answer.why)
             continue
         state = pb.Phase.Name(answer.phase).removeprefix("PHASE_").lower()
         colour = _COLOURS.get(answer.phase, "red")
@@ -184,8 +192,12 @@ def duration(nanoseconds: int) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _services(client: MeshClient) -> list[tuple[str, str]]:
-    return [(process_name(service, rank), service) for service, rank in client.processes]
+def supervised(client: MeshClient) -> dict[str, dict[str, Any]]:
+    """By process name, what the supervisor of its line has published; empty where there is none."""
+    return {
+        process_name(service, rank): _supervised(client.paths.supervisor_state(service))
+        for service, rank in client.processes
+    }
 
 
 def _supervised(path: Path) -> dict[str, Any]:

@@ -17,10 +17,6 @@ class PeerLostError(MeshError):
     """A peer ended, or its connection did, while something was asked of it; the caller may ask again."""
 
 
-class EpochRefusedError(MeshError):
-    """A message came from another generation or epoch; the sender must refetch the layout."""
-
-
 class DeadlineExceededError(MeshError):
     """An answer did not come within the time that the caller gave."""
 

@@ -17,7 +17,10 @@ def state_name(state: "pb.FlipState.ValueType") -> str:
 
 
 def rank_phases(record: pb.FlipRecord, steps: pb.RankSteps) -> list[tuple[str, int, int]]:
-    """(step, begin, end) of one rank in wall-clock nanoseconds, in order; steps it never reached are left out."""
+    """(step, begin, end) of one rank in wall-clock nanoseconds, in order; steps it never reached are left out.
+
+    A group that carried no request has nothing to resume: what passes until somebody asks is no part of the flip.
+    """
     worked = steps.read_ns + steps.seam_ns + steps.write_ns + steps.verify_ns
     marks = [
         ("park", record.armed_unix_ns),
@@ -26,7 +29,7 @@ def rank_phases(record: pb.FlipRecord, steps: pb.RankSteps) -> list[tuple[str, i
         ("work", steps.entered_unix_ns),
         ("outcome", steps.entered_unix_ns + worked if steps.entered_unix_ns else 0),
         ("resume", steps.switched_unix_ns),
-        ("", steps.first_step_unix_ns),
+        ("", steps.first_step_unix_ns if record.num_carried_requests else 0),
     ]
     reached = [(name, at) for name, at in marks if at]
     return [(name, at, max(at, end)) for (name, at), (_, end) in pairwise(reached)]

@@ -19,7 +19,6 @@ from grpc_health.v1 import health_pb2
 
 from services.core.errors import (
     DeadlineExceededError,
-    EpochRefusedError,
     MeshError,
     MessageTooLargeError,
     PeerLostError,
@@ -80,7 +79,7 @@ async def unary(
     The deadline goes into the call: an anyio timeout around it would leak a bare `CancelledError`, as grpc drops the
     message by which anyio knows its own cancellation. `wait_for_ready`: an absent peer is waited for, not an error.
 
-    Raises `DeadlineExceededError`, `PeerLostError`, `MessageTooLargeError`, `EpochRefusedError`, `RequestRefusedError`.
+    Raises `DeadlineExceededError`, `PeerLostError`, `MessageTooLargeError`, `RequestRefusedError`.
     """
     call = method(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
     try:
@@ -104,8 +103,6 @@ def translate(error: grpc.aio.AioRpcError, what: str) -> MeshError:
         return PeerLostError(f"{text}; its supervisor starts it again")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "message" in details.lower():
         return MessageTooLargeError(f"{text}; the bound is {limits.MAX_MESSAGE_BYTES} bytes: refuse what made it")
-    if code is grpc.StatusCode.ABORTED:
-        return EpochRefusedError(text)
     return RequestRefusedError(text)
 
 

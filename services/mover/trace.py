@@ -8,7 +8,7 @@ from services.mesh.flip_record import layout_name, rank_phases, state_name
 
 def emit(tracer: Tracer, record: pb.FlipRecord) -> None:
     """Writes the spans of a flip that has gone its way; their times are the record's."""
-    ends = [steps.first_step_unix_ns for steps in record.ranks if steps.HasField("first_step_unix_ns")]
+    ends = [end for steps in record.ranks for _, _, end in rank_phases(record, steps)]
     flip = tracer.start_span("flip", start_time=record.armed_unix_ns, attributes=attributes(record))
     if record.state != pb.FLIP_STATE_COMMITTED:
         flip.set_status(Status(StatusCode.ERROR, record.reason))

@@ -36,7 +36,7 @@ def model() -> Path:
 
 @pytest.fixture(scope="module")
 def reference(model: Path) -> Iterator[Any]:
-    from tests.mesh.support.transformers_llama import load_llama
+    from tools.bench.transformers_llama import load_llama
 
     threads = torch.get_num_threads()
     yield load_llama(model)

@@ -22,7 +22,6 @@ from grpc_reflection.v1alpha import reflection_pb2
 from services.core.errors import (
     ConfigurationError,
     DeadlineExceededError,
-    EpochRefusedError,
     MessageTooLargeError,
     PeerLostError,
     RequestRefusedError,
@@ -67,8 +66,6 @@ class Echo(grpc.GenericRpcHandler):
                     await asyncio.Event().wait()
                 finally:
                     self.cancelled.set()
-            case b"epoch":
-                await context.abort(grpc.StatusCode.ABORTED, "epoch 7 expected, got 6 from rank 3: dropped")
             case b"refuse":
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "temperature = -1")
             case b"large":
@@ -163,12 +160,11 @@ async def _stall(mesh: Mesh) -> None:
     ("content", "error", "text"),
     [
         (b"stall", DeadlineExceededError, "BytesValue: DEADLINE_EXCEEDED"),
-        (b"epoch", EpochRefusedError, "epoch 7 expected, got 6"),
         (b"refuse", RequestRefusedError, "temperature = -1"),
         (b"large", MessageTooLargeError, str(limits.MAX_MESSAGE_BYTES)),
         (bytes(limits.MAX_MESSAGE_BYTES + 1), MessageTooLargeError, str(limits.MAX_MESSAGE_BYTES)),
     ],
-    ids=["deadline", "epoch", "refused", "response too large", "request too large"],
+    ids=["deadline", "refused", "response too large", "request too large"],
 )
 async def test_failures_come_out_of_the_closed_set(
     mesh: Mesh, content: bytes, error: type[Exception], text: str

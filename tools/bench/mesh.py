@@ -18,6 +18,7 @@ from flipmesh.mover.v1.mover_service_pb2_grpc import MoverServiceStub
 
 from services.core.ids import LayoutKind
 from services.mesh.rpc import unary
+from tools.absence import Absence
 from tools.acceptance.figures import gaps_at_flips, placebo_gaps
 from tools.load.http_load import HttpLoad, Shape, Streamed
 from tools.load.observe import FlipSeen, cpu_s, flip_seen
@@ -168,7 +169,7 @@ class MeshBench:
     async def idle_cpu(self) -> dict[str, float]:
         """Percent of one core by process while nothing is asked, supervisors included."""
         answers = await ask_all(self._client)
-        pids = {name: answer.identity.pid for name, answer in answers.items() if not isinstance(answer, str)}
+        pids = {name: answer.identity.pid for name, answer in answers.items() if not isinstance(answer, Absence)}
         supervisors = {_parent(pid) for pid in pids.values()} - set(pids.values())
         pids |= {f"supervisor {pid}": pid for pid in supervisors}
         await anyio.sleep(1.0)

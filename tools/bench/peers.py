@@ -8,6 +8,7 @@ import argparse
 import importlib
 import importlib.util
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from tools.load.http_load import prompt_ids
 NOT_INSTALLED = 3
 """Exit code of an engine that is not here."""
 CHUNK_TOKENS = 512
+LLAMA_CPP_INSTALL = "CMAKE_ARGS=-DGGML_NATIVE=OFF pip install --no-binary llama-cpp-python llama-cpp-python"
+"""A native build may use instructions that a virtual machine announces and does not have; it then ends in a signal."""
 
 Figures = dict[str, list[float]]
 
@@ -60,10 +63,11 @@ def _rate(work: Callable[[], None], num_tokens: int) -> float:
 def measure_transformers(model: Path, threads: int, repeat: int) -> Figures:
     """transformers in float32: what it makes of a GGUF file is dense."""
     import torch
-    from transformers import AutoModelForCausalLM
+
+    from tools.bench.transformers_llama import load_llama
 
     torch.set_num_threads(threads)
-    loaded = AutoModelForCausalLM.from_pretrained(str(model.parent), gguf_file=model.name, dtype=torch.float32).eval()
+    loaded = load_llama(model)
 
     def prefill(ids: list[int]) -> None:
         with torch.inference_mode():
@@ -86,17 +90,7 @@ def measure_llama_cpp(model: Path, threads: int, repeat: int) -> Figures:
     """llama.cpp through its own batches, so that several streams share a step."""
     llama_cpp: Any = importlib.import_module("llama_cpp")
     streams = max(STREAM_COUNTS)
-    llm = llama_cpp.Llama(
-        str(model),
-        n_ctx=max(PROMPT_LENGTHS) + streams * (DECODE_PROMPT_TOKENS + DECODE_TOKENS),
-        n_batch=CHUNK_TOKENS,
-        n_threads=threads,
-        n_threads_batch=threads,
-        n_seq_max=streams,
-        kv_unified=True,
-        verbose=False,
-    )
-    context, vocabulary = llm.ctx, llm.n_vocab()
+    context, vocabulary = _llama_context(llama_cpp, model, threads, streams)
     batch = llama_cpp.llama_batch_init(CHUNK_TOKENS, 0, streams)
 
     def step(rows: list[tuple[int, int, int, bool]]) -> None:
@@ -143,19 +137,52 @@ def measure_llama_cpp(model: Path, threads: int, repeat: int) -> Figures:
     return measure(prefill, decode, repeat)
 
 
+def _llama_context(llama_cpp: Any, model: Path, threads: int, streams: int) -> tuple[Any, int]:
+    """A context with room for so many streams, and the size of the vocabulary.
+
+    `llama_cpp.Llama` would drop the number of streams without a word and then refuse the second one's rows.
+    """
+    parameters = llama_cpp.llama_context_default_params()
+    parameters.n_ctx = max(PROMPT_LENGTHS) + streams * (DECODE_PROMPT_TOKENS + DECODE_TOKENS)
+    parameters.n_batch = parameters.n_ubatch = CHUNK_TOKENS
+    parameters.n_threads = parameters.n_threads_batch = threads
+    parameters.n_seq_max, parameters.kv_unified = streams, True
+    llama_cpp.llama_backend_init()
+    loaded = llama_cpp.llama_model_load_from_file(str(model).encode(), llama_cpp.llama_model_default_params())
+    context = llama_cpp.llama_init_from_model(loaded, parameters)
+    if not context:
+        raise RuntimeError(f"llama.cpp made no context of {parameters.n_ctx} tokens for {model.name}: its log says why")
+    return context, llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(loaded))
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
     """One engine: its name for people, the modules without which it cannot open a GGUF file, and its measurement."""
 
     name: str
     needs: tuple[str, ...]
+    install: str
+    """The command that brings the modules."""
     measure: Callable[[Path, int, int], Figures]
 
 
 ENGINES = {
-    "llama_cpp": Engine("llama.cpp", ("llama_cpp",), measure_llama_cpp),
-    "transformers": Engine("transformers", ("transformers", "gguf", "accelerate"), measure_transformers),
+    "llama_cpp": Engine("llama.cpp", ("llama_cpp",), LLAMA_CPP_INSTALL, measure_llama_cpp),
+    "transformers": Engine(
+        "transformers", ("transformers", "gguf", "torch"), "pip install transformers gguf torch", measure_transformers
+    ),
 }
+
+
+def failure_text(engine: str, code: int, stderr: str) -> str:
+    """Why there are no figures, in one line, with the next step where there is one."""
+    peer = ENGINES[engine]
+    if code == NOT_INSTALLED:
+        return f"not installed (needs {', '.join(peer.needs)}): {peer.install}"
+    if code < 0:
+        return f"failed: ended by {signal.Signals(-code).name}; a build for another processor? {peer.install}"
+    words = stderr.strip().splitlines()
+    return f"failed: {words[-1] if words else f'exit {code}'}"
 
 
 def main() -> int:

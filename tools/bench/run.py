@@ -23,7 +23,7 @@ from tools.acceptance.figures import spread
 from tools.acceptance.report import shown
 from tools.bench.machine_facts import MachineFacts, machine_facts, package_version
 from tools.bench.mesh import LAYOUTS, PROMPT_LENGTHS, STREAM_COUNTS, FlipFigures, MeshBench, SampleRefusedError, Samples
-from tools.bench.peers import ENGINES, NOT_INSTALLED, decode_name, prefill_name
+from tools.bench.peers import ENGINES, decode_name, failure_text, prefill_name
 from tools.load.own_mesh import ROOT, own_mesh
 from tools.load.steering import NotSteeredError, set_mode
 from tools.mesh_client import MeshClient, NotRunningError
@@ -157,11 +157,8 @@ async def _peer(engine: str, name: str, model: Path, threads: int, repeat: int) 
             done = await anyio.run_process(command, cwd=ROOT, check=False)
     except TimeoutError:
         return f"no figures within {PEER_S:g} s"
-    if done.returncode == NOT_INSTALLED:
-        return f"not installed (needs {', '.join(ENGINES[engine].needs)})"
     if done.returncode != 0:
-        words = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        return f"failed: {words[-1] if words else done.returncode}"
+        return failure_text(engine, done.returncode, done.stderr.decode("utf-8", "replace"))
     figures = json.loads(done.stdout)
     return {figure: Samples(tuple(values)) for figure, values in figures.items()}
 

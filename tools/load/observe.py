@@ -19,6 +19,7 @@ from flipmesh.mover.v1.mover_service_pb2_grpc import MoverServiceStub
 from services.core.errors import MeshError
 from services.mesh.flip_record import layout_name, state_name
 from services.mesh.rpc import unary
+from tools.absence import Absence
 from tools.mesh_client import CALL_S, MeshClient, NotRunningError
 from tools.status import Answers, ask_all
 
@@ -143,7 +144,7 @@ class Observer:
     def take(self, answers: Answers, now_ns: int) -> None:
         """Adds one round of answers."""
         for name, answer in answers.items():
-            if isinstance(answer, str):
+            if isinstance(answer, Absence):
                 self.unanswered[name] = self.unanswered.get(name, 0) + 1
                 continue
             pid = answer.identity.pid

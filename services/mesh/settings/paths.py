@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,11 @@ from services.core.errors import ConfigurationError
 
 PUBLISHED_SUFFIXES = (".sock", ".http", ".grpc")
 """What a service puts into `run/` for others to find, and what its supervisor takes away when it ends."""
+
+
+LOCK_WAIT_S = 2.0
+"""How long a lock is waited for: a process that is killed gives its memory back first, and its lock after that."""
+LOCK_RETRY_S = 0.02
 
 
 def process_name(service: str, rank: int | None = None) -> str:
@@ -132,21 +138,36 @@ def make_reserved(path: Path, num_bytes: int, header: bytes) -> None:
     fresh.replace(path)
 
 
-def hold_lock(path: Path, owner: str) -> int:
+def hold_lock(path: Path, owner: str, within_s: float = LOCK_WAIT_S) -> int:
     """Takes the lock file for the life of this process and returns its descriptor, not inheritable.
+
+    A process that ends gives its lock up with its last descriptor, a moment after it is seen to end: the next one waits
+    for it, up to `within_s`.
 
     Raises `ConfigurationError` if a living process has it: two of a kind would take each other's sockets.
     """
     held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not _locked(held, within_s):
         holder = os.read(held, 64).decode("ascii", "replace").strip() or "unknown"
         os.close(held)
         raise ConfigurationError(
             f"{owner} runs already in {path.parent.parent} (process {holder}): stop it, or give this deployment "
             "another [state] dir"
-        ) from None
+        )
     os.ftruncate(held, 0)
     os.write(held, f"{os.getpid()}\n".encode())
     return held
+
+
+def _locked(fd: int, within_s: float) -> bool:
+    """Whether the lock was free within the bound; the system has no wait for a lock that ends by itself."""
+    deadline_s = time.monotonic() + within_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(LOCK_RETRY_S)
+        else:
+            return True

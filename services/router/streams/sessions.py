@@ -150,10 +150,11 @@ class Choice:
                 return self._reject(event, now_s)
 
     def on_lost(self, now_s: float) -> bool:
-        """The generation that had it is gone: True if it is to be submitted again, False if it has ended."""
+        """The generation that had it is gone: True if it is to be submitted again, False if it has ended.
+
+        An output that may be complete is submitted as well: the scheduler alone says that it ends, and why.
+        """
         if self.ending is not None:
-            return False
-        if self._ended_unsaid():
             return False
         if self._attempt >= MAX_RESUBMISSIONS:
             self.fail(Kind.FAILED, f"the request was given to {MAX_RESUBMISSIONS + 1} generations and all were lost")
@@ -232,16 +233,6 @@ class Choice:
             return TryAgain(event.message)
         self.fail(_REJECT_KIND[event.reason], event.message, field_name=event.field or None)
         return None
-
-    def _ended_unsaid(self) -> bool:
-        """The output was complete and only the word for it was lost: nothing is left to compute."""
-        if not self._token_ids:
-            return False
-        if self._token_ids[-1] in self._submission.stop_token_ids:
-            self._end_whole(FinishReason.STOP)
-        elif len(self._token_ids) >= self._submission.max_output_tokens:
-            self._end_whole(FinishReason.LENGTH)
-        return self.ending is not None
 
     def _end_whole(self, reason: FinishReason) -> None:
         """Ends the output where it is; what was held back belongs to it, up to a stop string in it."""

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.core.ids import RequestId, TokenId
+from services.core.ids import LayoutKind, RequestId, TokenId
 from services.core.request import (
     Admitted,
     Emitted,
@@ -20,7 +20,9 @@ from services.router.openai.refusal import Kind
 from services.router.streams.choice_text import ChoiceText
 from services.router.streams.sessions import MAX_RESUBMISSIONS, Choice, FinishAt, TryAgain
 from services.router.text.detokenize import StopStrings
+from services.scheduler.batch.batcher import Batcher
 from tests.support.scripted_scheduler import END_ID, byte_tokens
+from tests.support.toy_rank import layout_of, limits_of
 
 VOCABULARY = byte_tokens().vocabulary
 PROMPT = tuple(map(TokenId, b"ask"))
@@ -157,13 +159,16 @@ def test_a_gap_is_an_error_and_not_a_wrong_answer() -> None:
     ("output", "max_output_tokens", "reason"),
     [((TokenId(65), END_ID), 9, FinishReason.STOP), ((TokenId(65), TokenId(66)), 2, FinishReason.LENGTH)],
 )
-def test_a_whole_output_is_not_asked_again(
+def test_a_whole_output_is_ended_by_the_next_generation(
     output: tuple[TokenId, ...], max_output_tokens: int, reason: FinishReason
 ) -> None:
-    """Only the word that it ended was lost."""
+    """Only the word that it ended was lost: who decides it is the real batcher, here as in a mesh."""
     choice = a_choice(max_output_tokens=max_output_tokens)
     choice.on_event(Emitted(choice.request_id, 0, output), 0.0)
-    assert not choice.on_lost(1.0)
+    assert choice.on_lost(1.0)
+    assert choice.ending is None
+    [finished] = Batcher(limits_of(), layout_of(LayoutKind.TP)).submit(choice.submission, 0)
+    assert choice.on_event(finished, 2.0) is None
     assert choice.ending is not None
     assert (choice.ending.reason, choice.ending.failure) == (reason, None)
 

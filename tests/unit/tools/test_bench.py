@@ -7,7 +7,7 @@ import pytest
 from tests.unit.tools.test_acceptance import MS, S, flip
 from tools.bench.machine_facts import machine_facts, package_version
 from tools.bench.mesh import FlipFigures, Samples, flip_figures
-from tools.bench.peers import decode_name, measure, prefill_name
+from tools.bench.peers import LLAMA_CPP_INSTALL, NOT_INSTALLED, decode_name, failure_text, measure, prefill_name
 from tools.bench.run import Bench, lines_of
 from tools.load.own_mesh import ROOT
 
@@ -53,6 +53,17 @@ def test_an_engine_is_measured_as_often_as_asked_and_its_first_sample_is_left_ou
     assert prefilled == [512] * 3 + [2048] * 3
     assert figures[decode_name(1)] == [190.0, 190.0]
     assert figures[decode_name(8)] == [1520.0, 1520.0]
+
+
+def test_an_engine_without_figures_says_what_to_do() -> None:
+    missing = failure_text("llama_cpp", NOT_INSTALLED, "")
+    assert missing == f"not installed (needs llama_cpp): {LLAMA_CPP_INSTALL}"
+    assert failure_text("llama_cpp", -11, "noise").startswith(
+        "failed: ended by SIGSEGV; a build for another processor?"
+    )
+    assert failure_text("transformers", 1, "Traceback\nValueError: of another architecture") == (
+        "failed: ValueError: of another architecture"
+    )
 
 
 def test_a_figure_comes_with_its_machine(tmp_path: Path) -> None:

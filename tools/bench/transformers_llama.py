@@ -1,6 +1,11 @@
-"""A GGUF file of the llama architecture as transformers' own model, in float32, by the gguf package's own reading."""
+"""A GGUF file of the llama architecture as transformers' own model, in float32, by the gguf package's own reading.
+
+transformers reads such files itself only where `accelerate` is installed; this needs nothing but both packages. It
+shares no code with the mesh's own reading: tests take it as their oracle.
+"""
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -22,12 +27,26 @@ WHOLE = {"token_embd": "model.embed_tokens.weight", "output_norm": "model.norm.w
 
 
 def load_llama(path: Path) -> LlamaForCausalLM:
-    reader = gguf.GGUFReader(path)
+    """The model, ready to be called.
 
+    Raises:
+        ValueError: the file is of another architecture.
+    """
+    reader = gguf.GGUFReader(path)
+    if (found := reader.fields["general.architecture"].contents()) != "llama":
+        raise ValueError(f"{path.name} is of the architecture {found}; of GGUF files only llama is measured")
+    config = _config(reader)
+    model = LlamaForCausalLM(config).float().eval()
+    missing, unexpected = model.load_state_dict(_weights(reader, config), strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+    return model
+
+
+def _config(reader: Any) -> LlamaConfig:
     def number(key: str) -> float:
         return float(reader.fields[f"llama.{key}"].contents())
 
-    config = LlamaConfig(
+    return LlamaConfig(
         num_hidden_layers=int(number("block_count")),
         num_attention_heads=int(number("attention.head_count")),
         num_key_value_heads=int(number("attention.head_count_kv")),
@@ -39,6 +58,9 @@ def load_llama(path: Path) -> LlamaForCausalLM:
         rope_parameters={"rope_type": "default", "rope_theta": number("rope.freq_base")},
         tie_word_embeddings=not any(tensor.name == "output.weight" for tensor in reader.tensors),
     )
+
+
+def _weights(reader: Any, config: LlamaConfig) -> dict[str, torch.Tensor]:
     weights = {}
     for tensor in reader.tensors:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
@@ -49,7 +71,4 @@ def load_llama(path: Path) -> LlamaForCausalLM:
             values = values.reshape(heads, -1, 2, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
         layer = name.split(".")[1] if name.startswith("blk.") else None
         weights[WHOLE[name] if layer is None else f"model.layers.{layer}.{NAMES[part]}.weight"] = torch.tensor(values)
-    model = LlamaForCausalLM(config).float().eval()
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
-    return model
+    return weights
