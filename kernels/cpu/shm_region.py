@@ -24,6 +24,8 @@ RANK_BYTES: Final = 5 * LINE_BYTES
 CHANNEL_BYTES: Final = 2 * LINE_BYTES
 WORD: Final = struct.Struct("<Q")
 MIRROR: Final = struct.Struct("<6I4Q")
+MIRROR_OFFSET: Final = 4 * LINE_BYTES
+WAITED_OFFSET: Final = MIRROR_OFFSET + struct.calcsize("<6I2Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,7 @@ class ShmRegion:
         """Reads one rank's words."""
         lines = self.layout.ranks + rank * RANK_BYTES
         pid, operation, purpose, status, wait, peer, waited, seen, wait_ns, num_operations = MIRROR.unpack_from(
-            self._memory, lines + 4 * LINE_BYTES
+            self._memory, lines + MIRROR_OFFSET
         )
         return RankWords(
             pid=pid,
@@ -179,6 +181,10 @@ class ShmRegion:
             acknowledged=self._word(lines + LINE_BYTES),
             published=(self._word(lines + 2 * LINE_BYTES), self._word(lines + 3 * LINE_BYTES)),
         )
+
+    def waited_ns(self, rank: int) -> int:
+        """Reads the one word that a step's own times need."""
+        return self._word(self.layout.ranks + rank * RANK_BYTES + WAITED_OFFSET)
 
     def close(self) -> None:
         """Unmaps and closes the descriptor; communicators are closed first."""

@@ -56,6 +56,9 @@ class RecordKind(IntEnum):
     """This rank's part of a flip is done: it waits for the outcome in the log, however long that takes."""
 
 
+PARTNERED = frozenset({RecordKind.HIDDEN_AWAITED, RecordKind.HIDDEN_SENT})
+"""Their key is the rank that is waited for, or that is given something."""
+
 CHAINED = frozenset(
     {RecordKind.RESET, RecordKind.STEP_BEGAN, RecordKind.PARKED, RecordKind.COMMITTED, RecordKind.ABANDONED}
 )

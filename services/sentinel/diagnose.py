@@ -7,7 +7,7 @@ same epoch only. A rank inside a long step is not stalled until its deadline has
 from dataclasses import dataclass
 from enum import Enum
 
-from services.core.ring import CHAINED, QUIET, RecordKind, RingRecord
+from services.core.ring import CHAINED, PARTNERED, QUIET, RecordKind, RingRecord
 
 NS = 1_000_000_000
 WAITS_FOR_OUTCOME = frozenset({RecordKind.PARKED, RecordKind.FLIP_DONE})
@@ -102,8 +102,7 @@ def _operation(record: RingRecord | None) -> str:
     if record is None:
         return "nothing"
     name = record.kind.name.lower().replace("_", " ")
-    partnered = record.kind in (RecordKind.HIDDEN_AWAITED, RecordKind.HIDDEN_SENT)
-    return f"{name} (rank {record.key})" if partnered else name
+    return f"{name} (rank {record.key})" if record.kind in PARTNERED else name
 
 
 def _is_stuck(view: RankView, now_ns: int, stall_ns: int) -> bool:

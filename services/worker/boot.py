@@ -27,7 +27,8 @@ from services.placement.compatibility import Device
 from services.placement.layouts import both_layouts, cut_within_blocks, shard_units
 from services.placement.ledger import Ledger, PoolBacking
 from services.placement.staging import chunk_bytes
-from services.worker.dataplane.carrier import Carrier, ShmCarrier
+from services.worker.dataplane.carrier import Carrier
+from services.worker.dataplane.shm import ShmCarrier
 from services.worker.memory.device import RankDevice, rank_device
 from services.worker.memory.images.cold_image import ColdImageError
 from services.worker.memory.ledger_report import priced
@@ -116,7 +117,7 @@ def rank_memory(
     """
     group, geometry = settings.group, files.geometry
     message_bytes = region_shape(settings, geometry).max_message_bytes
-    bounds = MoveBounds(chunk_bytes(message_bytes), settings.deadlines.collective_s)
+    bounds = MoveBounds(chunk_bytes(message_bytes))
     try:
         if group.mode != "shared":
             cold = StatePaths(settings.state.dir).create_images() if group.cold_image else None
@@ -145,15 +146,15 @@ def open_carrier(settings: Settings, rank: Rank, flags_fd: int, geometry: ModelG
     Raises:
         ConfigurationError: the ranks cannot meet.
     """
-    group = settings.group
+    group, deadline_s = settings.group, settings.deadlines.collective_s
     if group.carrier == "shm":
-        return ShmCarrier(open_region(flags_fd, region_shape(settings, geometry)), rank)
+        return ShmCarrier(open_region(flags_fd, region_shape(settings, geometry)), rank, deadline_s)
     # Only here: torch's distributed package costs a start that does not use it half a second.
     from services.worker.dataplane.gloo import GlooBounds, GlooCarrier
     from services.worker.dataplane.rendezvous import meet
 
     address, store = meet(flags_fd, rank, group.gloo_rendezvous, settings.deadlines.boot_s)
-    bounds = GlooBounds(max_rows=settings.scheduler.max_resident_requests, num_board_steps=2 * MAX_UNREAD_STEPS)
+    bounds = GlooBounds(settings.scheduler.max_resident_requests, deadline_s, num_board_steps=2 * MAX_UNREAD_STEPS)
     members = (address, rank, group.num_ranks, group.num_ranks - 1, bounds, store)
     if group.carrier == "gloo":
         return GlooCarrier(*members)
@@ -168,7 +169,6 @@ def runner_limits(settings: Settings, files: ModelFiles) -> RunnerLimits:
         max_resident_requests=settings.scheduler.max_resident_requests,
         max_batch_tokens=settings.scheduler.max_batch_rows,
         num_valid_ids=num_valid_ids(files),
-        deadline_s=settings.deadlines.collective_s,
     )
 
 

@@ -71,7 +71,7 @@ class StepStream:
 
     def abort(self, reason: AbortReason) -> None:
         """Releases every wait of every rank."""
-        self._rig.carrier.abort(reason)
+        self._rig.carrier.watch.abort(reason)
 
     def finish(self) -> bool:
         """Waits for the model thread, after `abort`; whether it ended. Blocks: not for the event loop."""

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.cpu.collectives import AbortReason, Purpose
-from services.worker.dataplane.carrier import Carrier, CarrierCounters
+from kernels.cpu.collectives import Purpose
+from services.worker.dataplane.carrier import Carrier
 
 
 class OnDevice:
@@ -14,50 +14,42 @@ class OnDevice:
 
     def __init__(self, carrier: Carrier, place: torch.device) -> None:
         self._carrier, self._place = carrier, place
-        self.rank, self.num_ranks = carrier.rank, carrier.num_ranks
+        self.rank, self.num_ranks, self.watch = carrier.rank, carrier.num_ranks, carrier.watch
         self.barrier, self.publish_tokens, self.take_tokens = (
             carrier.barrier,
             carrier.publish_tokens,
             carrier.take_tokens,
         )
 
-    def all_reduce(self, tensor: Tensor, *, deadline_s: float, purpose: Purpose) -> None:
+    def all_reduce(self, tensor: Tensor, *, purpose: Purpose) -> None:
         moved = tensor.to(self._place)
-        self._carrier.all_reduce(moved, deadline_s=deadline_s, purpose=purpose)
+        self._carrier.all_reduce(moved, purpose=purpose)
         tensor.copy_(moved)
 
     def all_gather_columns(
-        self, part: Tensor, widths: Sequence[int], *, to_rank: int | None, deadline_s: float, purpose: Purpose
+        self, part: Tensor, widths: Sequence[int], *, to_rank: int | None, purpose: Purpose
     ) -> Tensor | None:
         moved = part.to(self._place)
-        found = self._carrier.all_gather_columns(moved, widths, to_rank=to_rank, deadline_s=deadline_s, purpose=purpose)
+        found = self._carrier.all_gather_columns(moved, widths, to_rank=to_rank, purpose=purpose)
         return None if found is None else found.cpu()
 
-    def all_to_all(
-        self, source: Tensor, sizes: Sequence[int], out: Tensor, *, deadline_s: float, purpose: Purpose
-    ) -> None:
+    def all_to_all(self, source: Tensor, sizes: Sequence[int], out: Tensor, *, purpose: Purpose) -> None:
         moved = out.to(self._place)
-        self._carrier.all_to_all(source.to(self._place), sizes, moved, deadline_s=deadline_s, purpose=purpose)
+        self._carrier.all_to_all(source.to(self._place), sizes, moved, purpose=purpose)
         out.copy_(moved)
 
-    def broadcast(self, tensor: Tensor, from_rank: int, *, deadline_s: float, purpose: Purpose) -> None:
+    def broadcast(self, tensor: Tensor, from_rank: int, *, purpose: Purpose) -> None:
         moved = tensor.to(self._place)
-        self._carrier.broadcast(moved, from_rank, deadline_s=deadline_s, purpose=purpose)
+        self._carrier.broadcast(moved, from_rank, purpose=purpose)
         tensor.copy_(moved)
 
-    def send(self, tensor: Tensor, to_rank: int, tag: int, *, deadline_s: float, purpose: Purpose) -> None:
-        self._carrier.send(tensor.to(self._place), to_rank, tag, deadline_s=deadline_s, purpose=purpose)
+    def send(self, tensor: Tensor, to_rank: int, tag: int, *, purpose: Purpose) -> None:
+        self._carrier.send(tensor.to(self._place), to_rank, tag, purpose=purpose)
 
-    def recv(self, into: Tensor, from_rank: int, tag: int, *, deadline_s: float, purpose: Purpose) -> None:
+    def recv(self, into: Tensor, from_rank: int, tag: int, *, purpose: Purpose) -> None:
         moved = into.to(self._place)
-        self._carrier.recv(moved, from_rank, tag, deadline_s=deadline_s, purpose=purpose)
+        self._carrier.recv(moved, from_rank, tag, purpose=purpose)
         into.copy_(moved)
-
-    def abort(self, reason: AbortReason) -> None:
-        self._carrier.abort(reason)
-
-    def counters(self) -> CarrierCounters:
-        return self._carrier.counters()
 
     def close(self) -> None:
         self._carrier.close()

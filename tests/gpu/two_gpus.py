@@ -91,7 +91,7 @@ class Control:
 
 
 def spec_of(model: Path, shape: TinyShape, case: Case, place: Any) -> GroupSpec:
-    limits = RunnerLimits(8, 256, shape.vocab_size, 30.0)
+    limits = RunnerLimits(8, 256, shape.vocab_size)
     pp_layers = None
     if case.pp_layers is not None:
         first = max(1, shape.num_layers * case.pp_layers[0] // 3)
@@ -108,7 +108,7 @@ def control_of(model: Path, shape: TinyShape) -> Control:
     """The whole run without a flip; C kernels, host memory."""
     rng = np.random.default_rng(SEED)
     prompts = {index: rng.integers(0, shape.vocab_size, length).tolist() for index, length in ((0, 75), (1, 21))}
-    limits = RunnerLimits(8, 256, shape.vocab_size, 30.0)
+    limits = RunnerLimits(8, 256, shape.vocab_size)
     with rank_processes(GroupSpec(model, 1, limits, observer=rank_calls.LogitsLog)) as ranks:
         log = LogDriver(ranks)
         log.reset(PP, NUM_BLOCKS, 8, 256)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(300)
 BOUND = 1e-5
 """Relative error of a row of logits. Asked for: 1e-3; the largest seen is 1.6e-6."""
 NUM_STEPS = 200
-LIMITS = RunnerLimits(max_resident_requests=8, max_batch_tokens=256, num_valid_ids=49_152, deadline_s=60.0)
+LIMITS = RunnerLimits(max_resident_requests=8, max_batch_tokens=256, num_valid_ids=49_152)
 PROMPT = [(7919 * i + 13 * i * i) % 40_000 for i in range(100)]
 
 

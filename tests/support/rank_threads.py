@@ -17,22 +17,24 @@ from services.core.ids import LayoutKind, Rank
 from services.core.step import LogEntry
 from services.models.model_files import ModelFiles
 from services.placement.layouts import both_layouts, cut_within_blocks, shard_units
-from services.worker.dataplane.carrier import ShmCarrier
+from services.worker.dataplane.shm import ShmCarrier
 from services.worker.memory.device import HOST, RankDevice
 from services.worker.memory.owned_memory import OwnedMemorySpec, OwnedMode, owned_memory
 from services.worker.memory.rank_memory import RankMemory, SharedMemory
 from services.worker.memory.weights.mapped import WeightStore
 from services.worker.memory.wire import MoveBounds
 from services.worker.model_thread import Answer
+from services.worker.ring import RingWriter
 from services.worker.steps.execute import Runner
 from services.worker.steps.pipeline import MAX_UNREAD_STEPS
 from services.worker.steps.stages import RunnerLimits
 from tools.bench.log_driver import LogDriver
 
 DEADLINE_S = 20.0
+MAX_RANKS = 4
 CHUNK_BYTES = 20_000
 """Of a flip's messages: few blocks of the tiny model, so that every leg is several."""
-LIMITS = RunnerLimits(max_resident_requests=8, max_batch_tokens=256, num_valid_ids=131, deadline_s=DEADLINE_S)
+LIMITS = RunnerLimits(max_resident_requests=8, max_batch_tokens=256, num_valid_ids=131)
 
 
 class LogitsTap:
@@ -82,9 +84,11 @@ def group_of(
     tp_weights: Sequence[float] | None = None,
     kv_tokens: Sequence[int] | None = None,
     limits: RunnerLimits = LIMITS,
+    deadline_s: float = DEADLINE_S,
     mode: Literal["shared"] | OwnedMode = "shared",
     device: RankDevice = HOST,
     keeps: Mapping[str, Any] = MappingProxyType({}),
+    rings: Sequence[RingWriter | None] = (None,) * MAX_RANKS,
 ) -> Iterator[Group]:
     """Runners of one group, ready for RESET; all threads have ended on the way out.
 
@@ -102,10 +106,10 @@ def group_of(
     region, weights_fd, pool_fd = ShmRegion.create(shape), os.memfd_create("weights"), os.memfd_create("pool")
     ranks, carriers, owned = [], [], []
     for rank in range(num_ranks):
-        carriers.append(ShmCarrier(region, rank))
+        carriers.append(ShmCarrier(region, rank, deadline_s))
         memory: RankMemory
         if mode != "shared":
-            bounds = MoveBounds(CHUNK_BYTES, limits.deadline_s)
+            bounds = MoveBounds(CHUNK_BYTES)
             spec = OwnedMemorySpec(mode, LayoutKind.PP, bounds, lambda: 1 << 40, 4096, device=device)
             memory = owned_memory(files, layouts, carriers[-1], replace(spec, **keeps))
             owned.append(memory)
@@ -113,7 +117,7 @@ def group_of(
             store = WeightStore(files, weights_fd, cut)
             store.expand(rank, num_ranks)
             memory = SharedMemory(Rank(rank), store, pool_fd, files.geometry, layouts)
-        runner = Runner(Rank(rank), files.geometry, memory, layouts, carriers[-1], limits, device=device)
+        runner = Runner(Rank(rank), files.geometry, memory, layouts, carriers[-1], limits, rings[rank], device)
         ranks.append(RankThread(runner))
     try:
         yield Group(ranks, LogDriver(ranks), LogitsTap(ranks[-1].runner), region)

@@ -33,7 +33,7 @@ from services.worker.steps.stages import RunnerLimits
 from tools.bench.log_driver import LogDriver
 from tools.bench.rank_processes import GroupSpec, RankCall, RankProcess, rank_processes
 
-LIMITS = RunnerLimits(max_resident_requests=16, max_batch_tokens=512, num_valid_ids=49_152, deadline_s=30.0)
+LIMITS = RunnerLimits(max_resident_requests=16, max_batch_tokens=512, num_valid_ids=49_152)
 CONTEXT_TOKENS = 4096
 NUM_PROBE_MESSAGES = 64
 """To each partner and from it."""
@@ -50,7 +50,7 @@ class WorkTime:
 
 def probe_link(runner: Runner) -> float:
     """Exchanges messages with every partner; bytes received in a second."""
-    wire = Wire(runner.parts.carrier, MoveBounds(MAX_CHUNK_BYTES, LIMITS.deadline_s))
+    wire = Wire(runner.parts.carrier, MoveBounds(MAX_CHUNK_BYTES))
     # From memory to memory, as rows and pages are: one buffer used again would stay in a cache.
     out, into = (torch.ones((NUM_PROBE_MESSAGES, MAX_CHUNK_BYTES), dtype=torch.uint8) for _ in range(2))
     wire.gathered([0])

@@ -26,7 +26,8 @@ from services.placement.layouts import both_layouts, cut_within_blocks, shard_un
 from services.placement.ledger import PoolBacking
 from services.placement.staging import MAX_CHUNK_BYTES
 from services.worker.boot import open_region, settle
-from services.worker.dataplane.carrier import Carrier, ShmCarrier
+from services.worker.dataplane.carrier import Carrier
+from services.worker.dataplane.shm import ShmCarrier
 from services.worker.memory.device import HOST, RankDevice
 from services.worker.memory.owned_memory import OwnedMemorySpec, OwnedMode, owned_memory
 from services.worker.memory.rank_memory import RankMemory, SharedMemory
@@ -68,6 +69,8 @@ class GroupSpec:
     place: "Place | None" = None
     """Where ranks are and what carries between them, a function of a module; None: host memory, all of it shared."""
     backing: PoolBacking = PoolBacking.RESIDENT
+    deadline_s: float = 60.0
+    """Of every wait for a peer."""
 
 
 Place = Callable[[GroupSpec, Rank, Mapping[str, int]], tuple[Carrier, RankDevice]]
@@ -189,7 +192,7 @@ def _shm_carrier(spec: GroupSpec, rank: Rank, fds: Mapping[str, int], files: Mod
         max_rows=spec.limits.max_resident_requests,
         num_board_steps=2 * MAX_UNREAD_STEPS,
     )
-    return ShmCarrier(open_region(fds["flags"], shape), rank)
+    return ShmCarrier(open_region(fds["flags"], shape), rank, spec.deadline_s)
 
 
 def _memory(
@@ -201,7 +204,7 @@ def _memory(
     fds: Mapping[str, int],
 ) -> RankMemory:
     if spec.mode != "shared":
-        bounds = MoveBounds(min(MAX_CHUNK_BYTES, _message_bytes(spec, files)), spec.limits.deadline_s)
+        bounds = MoveBounds(min(MAX_CHUNK_BYTES, _message_bytes(spec, files)))
         kept = OwnedMemorySpec(spec.mode, LayoutKind.PP, bounds, device.free_bytes, device=device, backing=spec.backing)
         return owned_memory(files, layouts, carrier, kept)
     cut = cut_within_blocks(files.geometry, files.tensors, layouts.values())

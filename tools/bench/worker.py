@@ -22,7 +22,7 @@ from services.worker.steps.stages import RunnerLimits
 from tools.bench.log_driver import LogDriver
 from tools.bench.rank_processes import GroupSpec, rank_processes
 
-LIMITS = RunnerLimits(max_resident_requests=16, max_batch_tokens=512, num_valid_ids=49_152, deadline_s=30.0)
+LIMITS = RunnerLimits(max_resident_requests=16, max_batch_tokens=512, num_valid_ids=49_152)
 CONTEXT_TOKENS = 4096
 NUM_BLOCKS = 2048
 CHUNK_TOKENS = 256

@@ -1,9 +1,8 @@
 """The carrier for ranks whose tensors are on devices: those go over NCCL, everything else over the gloo carrier below.
 
-A rank enters an operation of the device only when its peers are at the same one now: group operations are in the log's
-order, and a message is shipped by a lane of its own once the peer has asked for it, over gloo, after it has seen its
-header. So no kernel of NCCL waits on a device for a rank that computes, and tags, sizes, deadlines, what may be in
-flight and aborts are the gloo carrier's. A device's operation that is past its deadline is ended by NCCL's own abort.
+A group's operation is enqueued on the compute stream, in the log's order, and the watch follows it there. A message is
+shipped by a lane of its own once the peer has asked for it, over gloo, after it has seen its header: so no kernel of
+NCCL waits on a device for a rank that computes, and tags, sizes and what may be in flight are the gloo carrier's.
 
 Each direction of each pair has a group of its own, since within one group operations wait for each other. `backend`
 "gloo" makes those groups of gloo, so that all of this runs where there is no device.
@@ -17,7 +16,6 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as WaitTimeoutError
 from datetime import timedelta
 from itertools import permutations
-from threading import Thread
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -32,25 +30,24 @@ from torch.distributed import (
 )
 
 from kernels.cpu.collectives import Operation, Purpose
-from services.worker.dataplane.carrier import DEFAULT_DEADLINE_S
-from services.worker.dataplane.gloo import WATCH_S, Call, GlooAddress, GlooBounds, GlooCarrier, Posted
+from services.worker.dataplane.device_watch import DeviceWatch, Mark
+from services.worker.dataplane.gloo import GlooBounds, GlooCarrier, Posted
+from services.worker.dataplane.gloo_watch import WATCH_S, Call, GlooAddress, GlooWatch, call_of, connect
 from services.worker.dataplane.serial_executor import SerialExecutor
+from services.worker.dataplane.watch import DEFAULT_DEADLINE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
     from torch._C._distributed_c10d import TCPStore
 
-    from kernels.cpu.collectives import AbortReason, CollectiveError
 
 Backend = Literal["nccl", "gloo"]
 ASK_TAG: Final = 6
 MESSAGE_TAG: Final = 7
 MEET_S: Final = 60.0
 """For all communicators together, which take some seconds."""
-RELEASE_S: Final = 5.0
-"""How long giving the communicators back may take."""
 SENDER, TAKER = 0, 1
 """Ranks in the group of one direction of a pair."""
 NCCL_SETTINGS: Final = MappingProxyType(
@@ -99,9 +96,7 @@ class DeviceCarrier(GlooCarrier):
     ) -> None:
         """Meets like GlooCarrier, and on the devices; CollectiveError where that takes more than `MEET_S`."""
         self._place, self._backend, self._address = place, backend, address
-        self._is_cuda, self._is_released = place.type == "cuda", False
-        self._whole: Any = None
-        self._ending: Thread | None = None
+        self._is_cuda = place.type == "cuda"
         self._ways: dict[tuple[int, int], Any] = {}
         super().__init__(address, rank, num_ranks, sampling_rank, bounds, store)
         self._whole = self._group_of("all", rank, num_ranks)
@@ -110,16 +105,19 @@ class DeviceCarrier(GlooCarrier):
                 own = SENDER if rank == sender else TAKER
                 self._ways[sender, taker] = self._group_of(f"{sender}-{taker}", own, 2)
         if num_ranks > 1:
-            call = self._call(Operation.BARRIER, Purpose.BOOT, rank, MEET_S)
-            self._run(call, self._meet)
+            self._run(call_of(Operation.BARRIER, Purpose.BOOT, rank, MEET_S), self._meet)
         cuda: Any = torch.cuda
         # Made once: torch hands out 32 streams by turns, and one that NCCL has as well would order what must not be.
         self._beside = {peer: cuda.Stream(place) for peer in range(num_ranks) if peer != rank and self._is_cuda}
         self._shippers = {peer: SerialExecutor(f"ship-{rank}-{peer}") for peer in range(num_ranks) if peer != rank}
 
+    def _watch_of(self, address: GlooAddress) -> GlooWatch:
+        self._device_watch = DeviceWatch(self._store, address, self.rank, self.num_ranks, self._bounds.deadline_s)
+        return self._device_watch
+
     def _group_of(self, name: str, rank: int, size: int) -> Any:
         # A connection of its own: a wait for a peer must not hold up an abort.
-        store = PrefixStore(f"device/{name}", self._connect(self._address, False))
+        store = PrefixStore(f"device/{name}", connect(self._address))
         if self._backend == "gloo":
             gloo: Any = ProcessGroupGloo
             options = gloo._Options()
@@ -131,7 +129,9 @@ class DeviceCarrier(GlooCarrier):
         nccl: Any = torch.distributed.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = timedelta(seconds=WATCH_S)
-        return nccl(store, rank, size, options)
+        group = nccl(store, rank, size, options)
+        self._device_watch.groups.append(group)
+        return group
 
     def _meet(self) -> None:
         """Every operation once, one after the other and in one order on all ranks.
@@ -158,7 +158,7 @@ class DeviceCarrier(GlooCarrier):
         options = AllreduceOptions()
         options.reduceOp = ReduceOp(ReduceOp.SUM)
         options.timeout = self._timeout(call)
-        self._end(self._whole.allreduce([tensor], options))
+        self._enqueue(call, self._whole.allreduce, [tensor], options)
 
     def _spread(self, call: Call, tensor: Tensor, from_rank: int) -> None:
         if not self._is_own(tensor):
@@ -167,7 +167,7 @@ class DeviceCarrier(GlooCarrier):
         options = BroadcastOptions()
         options.rootRank = from_rank
         options.timeout = self._timeout(call)
-        self._end(self._whole.broadcast([tensor], options))
+        self._enqueue(call, self._whole.broadcast, [tensor], options)
 
     def _swap(self, call: Call, tag: int, given: Mapping[int, Tensor], taken: Mapping[int, Tensor]) -> None:
         """All of it in one operation of the group, also for ranks that have nothing to give and nothing to take."""
@@ -186,7 +186,7 @@ class DeviceCarrier(GlooCarrier):
         options = AllToAllOptions()
         options.timeout = self._timeout(call)
         packed = torch.cat([tensor.reshape(-1) for tensor in outgoing])
-        self._end(self._whole.alltoall_base(arrived, packed, sizes_in, sizes_out, options))
+        self._enqueue(call, self._whole.alltoall_base, arrived, packed, sizes_in, sizes_out, options)
         for tensor, part in zip(incoming, torch.split(arrived, sizes_in), strict=True):
             tensor.copy_(part.view(tensor.shape))
 
@@ -210,14 +210,44 @@ class DeviceCarrier(GlooCarrier):
             super()._fetch(call, into, peer)
             return
         self._group.send([torch.ones(1, dtype=torch.int64)], peer, ASK_TAG).wait(call.left())
-        self._end(self._ways[peer, self.rank].recv([into], SENDER, MESSAGE_TAG))
+        self._enqueue(call, self._ways[peer, self.rank].recv, [into], SENDER, MESSAGE_TAG)
 
     def _timeout(self, call: Call) -> timedelta:
         """NCCL's operations are ended by this carrier and not by their own clock."""
         return timedelta(seconds=WATCH_S if self._backend == "nccl" else call.deadline_s)
 
+    def _run(self, call: Call, work: Callable[[], None], tensor: Tensor | None = None) -> None:
+        """What is of the device alone is enqueued by the caller; the rest has the lane."""
+        if tensor is None or not self._is_own(tensor):
+            super()._run(call, work)
+            return
+        self.watch.check()
+        if self.watch.abort_reason is not None:
+            raise self.watch.fail(self.watch.left_behind(call, ""))
+        try:
+            work()
+        except Exception as error:
+            raise self.watch.failed(call, error) from error
+
+    def _enqueue(self, call: Call, operation: Callable[..., Any], *arguments: Any) -> None:
+        """On the current stream, between two marks that the watch follows."""
+        begun = self._mark()
+        # Of NCCL this lets the stream wait, not the host; of gloo it is the wait itself.
+        operation(*arguments).wait()
+        ended = self._mark()
+        if begun is not None and ended is not None:
+            self._device_watch.expect(call, begun, ended)
+
+    def _mark(self) -> Mark | None:
+        if not self._is_cuda:
+            return None
+        cuda: Any = torch.cuda
+        mark: Mark = cuda.Event(enable_timing=True)
+        mark.record()  # type: ignore[attr-defined]  # torch.cuda.Event
+        return mark
+
     def _end(self, work: Any) -> None:
-        """Returns when the device has done it: only then a deadline can be held and a buffer given away."""
+        """Returns when the device has done it: for what is beside the compute stream, and before there is one."""
         work.wait()
         if self._is_cuda:
             torch.cuda.current_stream(self._place).synchronize()
@@ -227,30 +257,3 @@ class DeviceCarrier(GlooCarrier):
         super().close()
         for shipper in self._shippers.values():
             shipper.close()
-        if self._ending is not None:
-            self._ending.join(RELEASE_S)
-
-    def _let_go(self, reason: AbortReason) -> None:
-        super()._let_go(reason)
-        self._release()
-
-    def _fail(self, error: CollectiveError) -> CollectiveError:
-        self._release()
-        return super()._fail(error)
-
-    def _release(self) -> None:
-        """Ends what waits on the device, once, without waiting for that."""
-        if self._backend != "nccl" or self._whole is None:
-            return
-        groups = [] if self._is_released else [self._whole, *self._ways.values()]
-        self._is_released = True
-        if groups:
-            self._ending = Thread(target=_abort, args=(groups,), name=f"nccl-abort-{self.rank}", daemon=True)
-            self._ending.start()
-
-
-def _abort(groups: list[Any]) -> None:
-    for group in groups:
-        # One that never made its communicator has nothing to abort.
-        with contextlib.suppress(RuntimeError):
-            group.abort()

@@ -1,7 +1,7 @@
 """The other ranks of a group as model code sees them: sums and exchanges by purpose, without deadlines or carriers.
 
-A layer's collectives are part of its own sequence of calls. Every call raises CollectiveError where a peer does not
-come within the deadline. A group of one rank has no peers: its sums are whole.
+A layer's collectives are part of its own sequence of calls, and enqueue as the carrier's calls do; each raises
+CollectiveError where one has failed. A group of one rank has no peers: its sums are whole.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,6 @@ from torch import Tensor
 from kernels.cpu.collective_status import Purpose
 from services.core.layout import RankShare
 from services.worker.dataplane.carrier import Carrier
-from services.worker.steps.wait_clock import WaitClock
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +20,6 @@ class Peers:
     carrier: Carrier
     shares: tuple[RankShare, ...]
     """`[rank]`"""
-    clock: WaitClock
-    deadline_s: float
 
     @property
     def rank(self) -> int:
@@ -31,16 +28,14 @@ class Peers:
 
     def sum(self, partial: Tensor, purpose: Purpose) -> None:
         """Sums a contiguous tensor over the ranks, in place."""
-        self.clock.timed(self.carrier.all_reduce, partial, deadline_s=self.deadline_s, purpose=purpose)
+        self.carrier.all_reduce(partial, purpose=purpose)
 
     def gather(self, part_TW: Tensor, widths: list[int], purpose: Purpose) -> Tensor:
         """Everybody's [T, width] side by side, on every rank."""
-        everyone = self.clock.timed(
-            self.carrier.all_gather_columns, part_TW, widths, to_rank=None, deadline_s=self.deadline_s, purpose=purpose
-        )
+        everyone = self.carrier.all_gather_columns(part_TW, widths, to_rank=None, purpose=purpose)
         assert everyone is not None, "every rank takes it"
         return everyone
 
     def exchange(self, source: Tensor, sizes: list[int], out: Tensor, purpose: Purpose) -> None:
         """Gives every rank its part of `source` and takes what all have for this one; see Carrier.all_to_all."""
-        self.clock.timed(self.carrier.all_to_all, source, sizes, out, deadline_s=self.deadline_s, purpose=purpose)
+        self.carrier.all_to_all(source, sizes, out, purpose=purpose)

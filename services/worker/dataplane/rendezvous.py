@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from services.core.errors import ConfigurationError
 from services.core.ids import Rank
-from services.worker.dataplane.gloo import GlooAddress, listen
+from services.worker.dataplane.gloo_watch import GlooAddress, listen
 
 PORT = struct.Struct("<Q")
 LOOK_AGAIN_S = 0.01

@@ -25,8 +25,6 @@ class MoveBounds:
 
     chunk_bytes: int
     """Largest message; the carrier holds two of them in each direction. Not below one block of one layer."""
-    deadline_s: float
-    """Of every wait for a peer."""
     verdict_wait_s: float = 2.0
     """How long a rank's verdict on a flip may wait for memory or an image to be had; serving stands still meanwhile."""
 
@@ -40,11 +38,11 @@ class Wire:
 
     def send(self, tensor: Tensor, peer: Rank, number: int) -> None:
         """Sends message `number`; `tensor` may be changed on return. Raises CollectiveError."""
-        self._carrier.send(tensor, peer, number, deadline_s=self.bounds.deadline_s, purpose=Purpose.FLIP)
+        self._carrier.send(tensor, peer, number, purpose=Purpose.FLIP)
 
     def take(self, into: Tensor, peer: Rank, number: int) -> None:
         """Takes message `number`, of exactly these bytes. Raises CollectiveError."""
-        self._carrier.recv(into, peer, number, deadline_s=self.bounds.deadline_s, purpose=Purpose.FLIP)
+        self._carrier.recv(into, peer, number, purpose=Purpose.FLIP)
 
     def gathered(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's values, each in [0, 2^64) and equally many, by rank. Raises CollectiveError."""
@@ -52,9 +50,7 @@ class Wire:
         own = torch.tensor([signed], dtype=torch.int64)
         if self.num_ranks > 1:
             widths = [len(values)] * self.num_ranks
-            everyone = self._carrier.all_gather_columns(
-                own, widths, to_rank=None, deadline_s=self.bounds.deadline_s, purpose=Purpose.FLIP
-            )
+            everyone = self._carrier.all_gather_columns(own, widths, to_rank=None, purpose=Purpose.FLIP)
             assert everyone is not None
             own = everyone
         rows: list[list[int]] = own.view(self.num_ranks, -1).tolist()
@@ -80,5 +76,5 @@ class Wire:
         except RestorableError:
             raise
         except Exception as error:
-            self._carrier.abort(AbortReason.STEP_FAILED)
+            self._carrier.watch.abort(AbortReason.STEP_FAILED)
             raise DataPlaneLostError(f"rank {self.rank}: {type(error).__name__}: {error}") from error

@@ -29,7 +29,6 @@ from services.worker.steps.records import Records
 from services.worker.steps.reset import Opened, open_steps, table_limits
 from services.worker.steps.sampler import Sampler
 from services.worker.steps.stages import RunnerLimits, build_stages
-from services.worker.steps.wait_clock import WaitClock
 
 
 def _unheard(answer: FlipAnswer) -> None:
@@ -56,10 +55,10 @@ class Runner:
     ) -> None:
         self._geometry, self._limits = geometry, limits
         self.follower = LogFollower()
-        clock, records = WaitClock(), Records(ring, self.follower)
-        self.stages = build_stages(rank, geometry, memory, layouts, carrier, clock, limits, device)
+        records = Records(ring, self.follower)
+        self.stages = build_stages(rank, geometry, memory, layouts, carrier, limits, device)
         sampler = Sampler(limits.num_valid_ids)
-        self.parts = StepParts(rank, memory, carrier, clock, limits.deadline_s, device, sampler, records)
+        self.parts = StepParts(rank, memory, carrier, device, sampler, records)
         self.notice: Callable[[FlipAnswer], None] = _unheard
         """Hears, at once and on this thread, where this rank is in a flip."""
         self.on_release: Callable[[Released], None] = _unlogged
@@ -81,7 +80,7 @@ class Runner:
     @property
     def waited_ns(self) -> int:
         """Spent waiting for peers since the start."""
-        return self.parts.clock.waited_ns
+        return self.parts.carrier.watch.waited_ns
 
     def execute(self, entry: LogEntry) -> Opened | StepReport | None:
         """Executes the next entry; what it answers with, None for entries of a flip.
@@ -100,7 +99,7 @@ class Runner:
                 case FlipEntry() | CommitEntry() | AbandonEntry() as flip:
                     self._flip(flip, entry.sequence)
         except BaseException:
-            self.parts.carrier.abort(AbortReason.STEP_FAILED)
+            self.parts.carrier.watch.abort(AbortReason.STEP_FAILED)
             raise
         return None
 

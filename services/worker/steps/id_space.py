@@ -23,7 +23,6 @@ def check_id_space(
     layouts: Mapping[LayoutKind, Layout],
     pools: Mapping[LayoutKind, Pool],
     carrier: Carrier,
-    deadline_s: float,
 ) -> None:
     """Holds this rank's pools to the ids below `num_blocks`, and its rows to what its peers think of them.
 
@@ -35,7 +34,7 @@ def check_id_space(
         shares = (ALL_BLOCKS,) * layout.num_ranks if layout.kv_tokens is None else block_shares(layout.kv_tokens)
         _check_pool(num_blocks, kind, carrier.rank, shares[carrier.rank], layout, pools[kind])
         if layout.kv_tokens is not None:
-            _check_vector(layout.kv_tokens, carrier, deadline_s)
+            _check_vector(layout.kv_tokens, carrier)
 
 
 def _check_pool(num_blocks: int, kind: LayoutKind, rank: int, share: BlockShare, layout: Layout, pool: Pool) -> None:
@@ -50,11 +49,9 @@ def _check_pool(num_blocks: int, kind: LayoutKind, rank: int, share: BlockShare,
             )
 
 
-def _check_vector(kv_tokens: tuple[int, ...], carrier: Carrier, deadline_s: float) -> None:
+def _check_vector(kv_tokens: tuple[int, ...], carrier: Carrier) -> None:
     own = torch.tensor([kv_tokens], dtype=torch.int64)
-    everyone = carrier.all_gather_columns(
-        own, [len(kv_tokens)] * carrier.num_ranks, to_rank=None, deadline_s=deadline_s, purpose=Purpose.BOOT
-    )
+    everyone = carrier.all_gather_columns(own, [len(kv_tokens)] * carrier.num_ranks, to_rank=None, purpose=Purpose.BOOT)
     assert everyone is not None
     vectors = everyone.view(carrier.num_ranks, -1).tolist()
     for peer, vector in enumerate(vectors):

@@ -31,7 +31,6 @@ from services.worker.steps.digest import DigestChain, plan_parts
 from services.worker.steps.records import Records
 from services.worker.steps.sampler import Sampled, Sampler
 from services.worker.steps.table import RequestTable, Rows, check_sampled
-from services.worker.steps.wait_clock import WaitClock
 from services.worker.steps.words import Int64s
 
 MAX_UNREAD_STEPS = 32
@@ -46,8 +45,6 @@ class StepParts:
     rank: Rank
     memory: RankMemory
     carrier: Carrier
-    clock: WaitClock
-    deadline_s: float
     device: RankDevice
     sampler: Sampler
     records: Records
@@ -65,7 +62,7 @@ class Prepared:
     """What became of blocks that the plan calls dead."""
     began_ns: int
     waited_ns: int
-    """On the group's clock when this step began."""
+    """For peers, before this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +109,7 @@ class StepPipeline:
             ProtocolError: the plan broke a rule.
             CollectiveError: ids that it reads did not come.
         """
-        parts, began_ns, waited_ns = self._parts, time.perf_counter_ns(), self._parts.clock.waited_ns
+        parts, began_ns, waited_ns = self._parts, time.perf_counter_ns(), self._parts.carrier.watch.waited_ns
         self.read_tokens(max(plan.tokens_through or 0, sequence - MAX_UNREAD_STEPS), sequence)
         changes = self.table.apply_deltas(plan, sequence)
         released = settle_pages(parts.memory, self.table, plan)
@@ -134,10 +131,15 @@ class StepPipeline:
         return Launched(prepared, sampled)
 
     def collect(self, launched: Launched) -> StepReport:
-        """Waits until the device has done the step and reads what it left for the host."""
-        prepared = launched.prepared
+        """Waits until the device has done the step and reads what it left for the host.
+
+        Raises:
+            CollectiveError: something that it waited for there did not come.
+        """
+        prepared, watch = launched.prepared, self._parts.carrier.watch
         self._parts.device.finish()
-        waited_ns = self._parts.clock.waited_ns - prepared.waited_ns
+        watch.check()
+        waited_ns = watch.waited_ns - prepared.waited_ns
         compute_ns = time.perf_counter_ns() - prepared.began_ns - waited_ns
         self.compute_ns += compute_ns
         self.last_end_unix_ns = time.time_ns()
@@ -165,8 +167,7 @@ class StepPipeline:
             self.table.apply_tokens(step.sequence, step.request, step.position, ids)
 
     def _taken(self, sequence: LogIndex) -> Tensor:
-        parts = self._parts
-        ids = parts.clock.timed(parts.carrier.take_tokens, sequence, deadline_s=parts.deadline_s)
+        ids = self._parts.carrier.take_tokens(sequence)
         check_sampled(ids, self.table.limits.vocab_size)
         return ids.to(self.table.state.words.device)
 
@@ -180,17 +181,16 @@ class StepPipeline:
         parts, stage = self._parts, view.stage
         hidden, rank = stage.hidden(inputs.num_tokens), parts.rank
         is_piped, last = view.layout.kind is LayoutKind.PP, view.layout.num_ranks - 1
-        deadline_s, purpose, timed = parts.deadline_s, Purpose.HIDDEN_STATES, parts.clock.timed
         if is_piped and rank > 0:
             parts.records.write(RecordKind.HIDDEN_AWAITED, sequence, key=rank - 1)
-            timed(parts.carrier.recv, hidden, rank - 1, sequence, deadline_s=deadline_s, purpose=purpose)
+            parts.carrier.recv(hidden, rank - 1, sequence, purpose=Purpose.HIDDEN_STATES)
         else:
             stage.embed(inputs)
         parts.records.write(RecordKind.LAYERS_ENTERED, sequence)
         stage.layers(inputs, view.pool)
         if is_piped and rank < last:
             parts.records.write(RecordKind.HIDDEN_SENT, sequence, key=rank + 1)
-            timed(parts.carrier.send, hidden, rank + 1, sequence, deadline_s=deadline_s, purpose=purpose)
+            parts.carrier.send(hidden, rank + 1, sequence, purpose=Purpose.HIDDEN_STATES)
 
     def _sample(self, view: LayoutView, prepared: Prepared) -> Sampled | None:
         """Samples on the sampling rank, for all; every rank remembers that these ids are to come."""
@@ -215,11 +215,7 @@ class StepPipeline:
         samples = parts.rank == layout.sampling_rank
         if layout.kind is LayoutKind.PP or layout.num_ranks == 1:
             return view.stage.logits(inputs) if samples else None
-        return parts.clock.timed(
-            parts.carrier.all_gather_columns,
-            view.stage.logits(inputs),
-            [len(share.vocab) for share in layout.shares],
-            to_rank=layout.sampling_rank,
-            deadline_s=parts.deadline_s,
-            purpose=Purpose.LOGITS,
+        widths = [len(share.vocab) for share in layout.shares]
+        return parts.carrier.all_gather_columns(
+            view.stage.logits(inputs), widths, to_rank=layout.sampling_rank, purpose=Purpose.LOGITS
         )

@@ -60,7 +60,7 @@ def open_steps(
     table = RequestTable(limits, parts.device.place)
     pools = parts.memory.open_pools(reset.num_blocks, reset.layout)
     layouts = {kind: built.layout for kind, built in stages.items()}
-    check_id_space(reset.num_blocks, layouts, pools, parts.carrier, parts.deadline_s)
+    check_id_space(reset.num_blocks, layouts, pools, parts.carrier)
     views = {
         kind: LayoutView(built.layout, built.spec, built.stage, pools[kind], StepBuffers(kind, table))
         for kind, built in stages.items()

@@ -11,7 +11,6 @@ from services.worker.dataplane.peers import Peers
 from services.worker.memory.device import RankDevice
 from services.worker.memory.rank_memory import RankMemory
 from services.worker.model.stage import Stage, StageSpec, build_stage
-from services.worker.steps.wait_clock import WaitClock
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +21,6 @@ class RunnerLimits:
     max_batch_tokens: int
     num_valid_ids: int
     """Ids that may be sampled: a vocabulary may be padded beyond them."""
-    deadline_s: float
-    """Of every wait for a peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,6 @@ def build_stages(
     memory: RankMemory,
     layouts: Mapping[LayoutKind, Layout],
     carrier: Carrier,
-    clock: WaitClock,
     limits: RunnerLimits,
     device: RankDevice,
 ) -> Mapping[LayoutKind, BuiltStage]:
@@ -58,7 +54,7 @@ def build_stages(
             geometry=geometry,
             share=layout.shares[rank],
             keeps_residual=not summed or rank == 0,
-            peers=Peers(carrier, layout.shares, clock, limits.deadline_s) if summed else None,
+            peers=Peers(carrier, layout.shares) if summed else None,
             max_batch_tokens=limits.max_batch_tokens,
             max_context_tokens=geometry.max_context_tokens,
             place=device.place,

@@ -10,18 +10,21 @@ from typing import Any
 import torch
 
 from kernels.cpu.collectives import CollectiveError, Purpose, ShmRegion
-from services.worker.dataplane.carrier import Carrier, ShmCarrier
+from services.worker.dataplane.carrier import Carrier
 from services.worker.dataplane.device import DeviceCarrier
-from services.worker.dataplane.gloo import GlooAddress, GlooBounds, GlooCarrier
+from services.worker.dataplane.gloo import GlooBounds, GlooCarrier
+from services.worker.dataplane.gloo_watch import GlooAddress
+from services.worker.dataplane.shm import ShmCarrier
 from tests.gpu.on_device import OnDevice
-from tests.mesh.support.carrier_scenarios import SCENARIOS
+from tests.mesh.support.carrier_scenarios import SCENARIOS, deadline_of
 
 
 def open_carrier(order: dict[str, Any], rank: int) -> Carrier:
     num_ranks: int = order["num_ranks"]
+    deadline_s = deadline_of(order["scenario"])
     if order["carrier"] == "shm":
-        return ShmCarrier(ShmRegion(order["fd"]), rank)
-    bounds = GlooBounds(max_rows=64, num_board_steps=8)
+        return ShmCarrier(ShmRegion(order["fd"]), rank, deadline_s)
+    bounds = GlooBounds(max_rows=64, deadline_s=deadline_s, num_board_steps=8)
     members = (GlooAddress("127.0.0.1", order["port"]), rank, num_ranks, num_ranks - 1, bounds)
     match order["carrier"]:
         case "nccl":
@@ -40,7 +43,7 @@ def answer(order: dict[str, Any], rank: int) -> dict[str, Any]:
         result: dict[str, Any] = dict(SCENARIOS[order["scenario"]](carrier, order["seed"]))
         if not order["leaves_ragged"]:
             # Nobody closes while another still needs it: gloo's store lives in rank 0.
-            carrier.barrier(deadline_s=10.0, purpose=Purpose.TEST)
+            carrier.barrier(purpose=Purpose.TEST)
     except CollectiveError as error:
         result = {
             "status": error.status.name,

@@ -42,14 +42,14 @@ def pattern(rank: int, ordinal: int, *shape: int) -> torch.Tensor:
 
 def reduce_once(carrier: Carrier, ordinal: int, size: int) -> None:
     x = pattern(carrier.rank, ordinal, size)
-    carrier.all_reduce(x, deadline_s=WITHIN, purpose=Purpose.TEST)
+    carrier.all_reduce(x, purpose=Purpose.TEST)
     wanted = torch.stack([pattern(rank, ordinal, size) for rank in range(carrier.num_ranks)]).sum(0)
     expect(x, wanted, f"sum {ordinal} of {size}")
 
 
 def gather_once(carrier: Carrier, ordinal: int, rows: int, widths: list[int], to_rank: int | None) -> None:
     part = pattern(carrier.rank, ordinal, rows, widths[carrier.rank])
-    got = carrier.all_gather_columns(part, widths, to_rank=to_rank, deadline_s=WITHIN, purpose=Purpose.LOGITS)
+    got = carrier.all_gather_columns(part, widths, to_rank=to_rank, purpose=Purpose.LOGITS)
     if to_rank not in (None, carrier.rank):
         assert got is None
         return
@@ -62,14 +62,14 @@ def give_once(carrier: Carrier, ordinal: int, sizes: list[int]) -> None:
     parts = [pattern(carrier.rank, ordinal + 31 * peer, size) for peer, size in enumerate(sizes)]
     own = sizes[carrier.rank]
     out = torch.full((carrier.num_ranks, own), torch.nan)
-    carrier.all_to_all(torch.cat(parts), sizes, out, deadline_s=WITHIN, purpose=Purpose.ATTENTION_PARTS)
+    carrier.all_to_all(torch.cat(parts), sizes, out, purpose=Purpose.ATTENTION_PARTS)
     wanted = [pattern(peer, ordinal + 31 * carrier.rank, own) for peer in range(carrier.num_ranks)]
     expect(out, torch.stack(wanted), f"parts {ordinal} of {sizes}")
 
 
 def broadcast_once(carrier: Carrier, ordinal: int, size: int, from_rank: int) -> None:
     x = pattern(carrier.rank, ordinal, size)
-    carrier.broadcast(x, from_rank, deadline_s=WITHIN, purpose=Purpose.BOOT)
+    carrier.broadcast(x, from_rank, purpose=Purpose.BOOT)
     expect(x, pattern(from_rank, ordinal, size), f"broadcast {ordinal} from {from_rank}")
 
 
@@ -77,9 +77,9 @@ def pass_once(carrier: Carrier, ordinal: int, size: int) -> None:
     """Every rank sends to the next, then takes from the one before: nobody could if a send waited for its receiver."""
     following, before = (carrier.rank + 1) % carrier.num_ranks, (carrier.rank - 1) % carrier.num_ranks
     x = pattern(carrier.rank, ordinal, size)
-    carrier.send(x, following, ordinal, deadline_s=WITHIN, purpose=Purpose.HIDDEN_STATES)
+    carrier.send(x, following, ordinal, purpose=Purpose.HIDDEN_STATES)
     x.fill_(-1.0)
-    carrier.recv(x, before, ordinal, deadline_s=WITHIN, purpose=Purpose.HIDDEN_STATES)
+    carrier.recv(x, before, ordinal, purpose=Purpose.HIDDEN_STATES)
     expect(x, pattern(before, ordinal, size), f"message {ordinal} from {before}")
 
 
@@ -134,12 +134,12 @@ def mixed(carrier: Carrier, seed: int) -> Result:
             case 4:
                 give_once(carrier, ordinal, [program.choice((0, 1, 64, 9_000)) for _ in range(carrier.num_ranks)])
             case 5:
-                carrier.barrier(deadline_s=WITHIN, purpose=Purpose.TEST)
+                carrier.barrier(purpose=Purpose.TEST)
             case _:
                 ids = torch.arange(ordinal, ordinal + ordinal % 16, dtype=torch.int32)
                 if carrier.rank == last:
                     carrier.publish_tokens(ordinal, ids)
-                expect(carrier.take_tokens(ordinal, deadline_s=WITHIN), ids, f"tokens {ordinal}")
+                expect(carrier.take_tokens(ordinal), ids, f"tokens {ordinal}")
     return {}
 
 
@@ -150,34 +150,32 @@ def channel_depth(carrier: Carrier, seed: int) -> Result:
         sizes = (512 * 576, rng.randrange(1) if pair % 3 == 0 else 512 * 576)
         if carrier.rank == 0:
             for index, size in enumerate(sizes):
-                carrier.send(
-                    pattern(0, pair, size), 1, 2 * pair + index, deadline_s=WITHIN, purpose=Purpose.HIDDEN_STATES
-                )
-        carrier.barrier(deadline_s=WITHIN, purpose=Purpose.TEST)
+                carrier.send(pattern(0, pair, size), 1, 2 * pair + index, purpose=Purpose.HIDDEN_STATES)
+        carrier.barrier(purpose=Purpose.TEST)
         if carrier.rank == 1:
             busy(rng)
             for index, size in enumerate(sizes):
                 into = torch.empty(size)
-                carrier.recv(into, 0, 2 * pair + index, deadline_s=WITHIN, purpose=Purpose.HIDDEN_STATES)
+                carrier.recv(into, 0, 2 * pair + index, purpose=Purpose.HIDDEN_STATES)
                 expect(into, pattern(0, pair, size), f"message {pair}.{index}")
     return {}
 
 
 def wrong_tag(carrier: Carrier, seed: int) -> Result:
     if carrier.rank == 0:
-        carrier.send(torch.ones(4), 1, 7, deadline_s=SOON, purpose=Purpose.HIDDEN_STATES)
+        carrier.send(torch.ones(4), 1, 7, purpose=Purpose.HIDDEN_STATES)
         time_out(0.5)
     if carrier.rank == 1:
-        carrier.recv(torch.empty(4), 0, 8, deadline_s=SOON, purpose=Purpose.HIDDEN_STATES)
+        carrier.recv(torch.empty(4), 0, 8, purpose=Purpose.HIDDEN_STATES)
     return {}
 
 
 def wrong_size(carrier: Carrier, seed: int) -> Result:
     if carrier.rank == 0:
-        carrier.send(torch.ones(4), 1, 7, deadline_s=SOON, purpose=Purpose.HIDDEN_STATES)
+        carrier.send(torch.ones(4), 1, 7, purpose=Purpose.HIDDEN_STATES)
         time_out(0.5)
     if carrier.rank == 1:
-        carrier.recv(torch.empty(5), 0, 7, deadline_s=SOON, purpose=Purpose.HIDDEN_STATES)
+        carrier.recv(torch.empty(5), 0, 7, purpose=Purpose.HIDDEN_STATES)
     return {}
 
 
@@ -189,10 +187,10 @@ def tokens(carrier: Carrier, seed: int) -> Result:
         if carrier.rank == carrier.num_ranks - 1:
             carrier.publish_tokens(step, ids)
         busy(rng)
-        expect(carrier.take_tokens(step, deadline_s=WITHIN), ids, f"tokens {step}")
-        expect(carrier.take_tokens(step, deadline_s=WITHIN), ids, f"tokens {step} again")
+        expect(carrier.take_tokens(step), ids, f"tokens {step}")
+        expect(carrier.take_tokens(step), ids, f"tokens {step} again")
         if step % 12 == 0:  # the board of these tests holds eight steps
-            carrier.barrier(deadline_s=WITHIN, purpose=Purpose.TEST)
+            carrier.barrier(purpose=Purpose.TEST)
     return {}
 
 
@@ -203,8 +201,8 @@ def overwritten(carrier: Carrier, seed: int) -> Result:
         if carrier.rank == last:
             carrier.publish_tokens(step, torch.tensor([step], dtype=torch.int32))
     if carrier.rank != last:
-        carrier.take_tokens(19, deadline_s=WITHIN)
-        carrier.take_tokens(3, deadline_s=WITHIN)
+        carrier.take_tokens(19)
+        carrier.take_tokens(3)
     time_out(0.5)
     return {}
 
@@ -220,18 +218,18 @@ def die_at(carrier: Carrier, wait: Callable[[], object]) -> Result:
 
 
 def die_in_sum(carrier: Carrier, seed: int) -> Result:
-    return die_at(carrier, lambda: carrier.all_reduce(torch.ones(576), deadline_s=SOON, purpose=Purpose.TEST))
+    return die_at(carrier, lambda: carrier.all_reduce(torch.ones(576), purpose=Purpose.TEST))
 
 
 def die_before_send(carrier: Carrier, seed: int) -> Result:
     into = torch.empty(576)
-    return die_at(carrier, lambda: carrier.recv(into, 1, 0, deadline_s=SOON, purpose=Purpose.HIDDEN_STATES))
+    return die_at(carrier, lambda: carrier.recv(into, 1, 0, purpose=Purpose.HIDDEN_STATES))
 
 
 def die_before_recv(carrier: Carrier, seed: int) -> Result:
     def fill() -> None:
         for tag in range(1_000):
-            carrier.send(torch.ones(512 * 576), 1, tag, deadline_s=SOON, purpose=Purpose.HIDDEN_STATES)
+            carrier.send(torch.ones(512 * 576), 1, tag, purpose=Purpose.HIDDEN_STATES)
 
     return die_at(carrier, fill)
 
@@ -242,7 +240,7 @@ def die_in_gather(carrier: Carrier, seed: int) -> Result:
 
     def gather() -> None:
         for _ in range(3):
-            carrier.all_gather_columns(part, widths, to_rank=1, deadline_s=SOON, purpose=Purpose.LOGITS)
+            carrier.all_gather_columns(part, widths, to_rank=1, purpose=Purpose.LOGITS)
 
     return die_at(carrier, gather)
 
@@ -250,7 +248,7 @@ def die_in_gather(carrier: Carrier, seed: int) -> Result:
 def no_tokens(carrier: Carrier, seed: int) -> Result:
     """Nobody publishes; every rank but the sampling one is told so by its deadline."""
     if carrier.rank != carrier.num_ranks - 1:
-        carrier.take_tokens(5, deadline_s=SOON)
+        carrier.take_tokens(5)
     else:
         time_out(1.5)
     return {}
@@ -265,14 +263,14 @@ def time_out(seconds: float) -> None:
 
 def abort(carrier: Carrier, seed: int) -> Result:
     """Rank 0 lets go while all others are asleep in a wait; they say when they were released."""
-    carrier.barrier(deadline_s=WITHIN, purpose=Purpose.TEST)
+    carrier.barrier(purpose=Purpose.TEST)
     if carrier.rank == 0:
         time_out(0.3)
         at = time.monotonic()
-        carrier.abort(AbortReason.STEP_FAILED)
+        carrier.watch.abort(AbortReason.STEP_FAILED)
         return {"aborted_at": at}
     try:
-        carrier.recv(torch.empty(4), 0, 1, deadline_s=WITHIN, purpose=Purpose.HIDDEN_STATES)
+        carrier.recv(torch.empty(4), 0, 1, purpose=Purpose.HIDDEN_STATES)
     except CollectiveError as error:
         return {"status": error.status.name, "released_at": time.monotonic(), "message": str(error)}
     raise AssertionError("nothing was sent")
@@ -290,7 +288,7 @@ def bits(carrier: Carrier, seed: int) -> Result:
         for part in parts[1:]:
             wanted += part
         mine = parts[carrier.rank]
-        carrier.all_reduce(mine, deadline_s=WITHIN, purpose=Purpose.TEST)
+        carrier.all_reduce(mine, purpose=Purpose.TEST)
         expect(mine, wanted, f"bits of {size}")
         digest.update(mine.numpy().tobytes())
     return {"digest": digest.hexdigest()}
@@ -317,3 +315,14 @@ SCENARIOS: dict[str, Callable[[Carrier, int], Result]] = {
         bits,
     )
 }
+
+WITHOUT_PEER = frozenset(
+    scenario.__name__
+    for scenario in (wrong_tag, wrong_size, die_in_sum, die_before_send, die_before_recv, die_in_gather, no_tokens)
+)
+"""Scenarios in which a wait ends by its deadline, which is short there."""
+
+
+def deadline_of(scenario: str) -> float:
+    """Of every wait in it."""
+    return SOON if scenario in WITHOUT_PEER else WITHIN

@@ -1,7 +1,6 @@
 """Pools that take turns with one memory, in real groups: rows keep their bits, and every fault has its way back."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import gguf
@@ -30,7 +29,7 @@ from tests.parts.memory.test_private_flips import CUTS, LIVE, NUM_BLOCKS, SHAPE,
 from tests.parts.worker.test_runner import PROMPT, check_greedy
 from tests.support.memory_stand import shared_memory_bytes
 from tests.support.private_group import check_live, fill, flip, pools_of, rows_of, runs, whole_cache
-from tests.support.rank_threads import DEADLINE_S, LIMITS, Group, group_of
+from tests.support.rank_threads import DEADLINE_S, Group, group_of
 from tests.support.tiny_llama import TinyLlama, TinyShape, write_gguf
 
 PP, TP = LayoutKind.PP, LayoutKind.TP
@@ -305,7 +304,7 @@ def test_rows_come_back_where_weights_are_wrong(tiny: Tiny, mode: OwnedMode, mon
 
 
 def test_a_peer_that_never_comes_ends_the_generation_by_name(tiny: Tiny) -> None:
-    with group_of(tiny[0], 2, limits=replace(LIMITS, deadline_s=0.5), mode="dual", keeps=EXCLUSIVE) as group:
+    with group_of(tiny[0], 2, deadline_s=0.5, mode="dual", keeps=EXCLUSIVE) as group:
         started(group)
         [answer] = flip(group, TP, owned(group), working=[0]).answers
         assert isinstance(answer, WorkLost) and not answer.restored and "rank 1" in answer.reason
@@ -335,7 +334,7 @@ def test_staging_is_what_the_ledger_prices(tiny: Tiny, mode: OwnedMode, backing:
     asked = Deployment(2, 512, 64, mode=MemoryMode(mode), backing=backing)
     priced = plan_memory(asked, Model(files.geometry, files.tensors, 0))
     message_bytes = asked.max_batch_rows * files.geometry.hidden_size * 4
-    keeps = {"backing": backing, "bounds": MoveBounds(chunk_bytes(message_bytes), 1.0), "page_bytes": PAGE_BYTES}
+    keeps = {"backing": backing, "bounds": MoveBounds(chunk_bytes(message_bytes)), "page_bytes": PAGE_BYTES}
     with group_of(files, 2, mode=mode, keeps=keeps) as group:
         group.log.reset(PP, NUM_BLOCKS, 8, 256)
         for rank in (0, 1):

@@ -1,7 +1,6 @@
 """Flips of ranks that own their memory: every live row and weight keeps its bits, faults are caught, answers hold."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import gguf
@@ -29,7 +28,7 @@ from tests.support.private_group import (
     runs,
     whole_cache,
 )
-from tests.support.rank_threads import LIMITS, Group, group_of
+from tests.support.rank_threads import Group, group_of
 from tests.support.tiny_llama import TinyLlama, TinyShape, write_gguf
 
 PP, TP = LayoutKind.PP, LayoutKind.TP
@@ -217,7 +216,7 @@ def test_a_peer_that_never_comes_ends_the_generation_by_name(
     tiny: tuple[ModelFiles, TinyLlama], mode: OwnedMode
 ) -> None:
     """Nor does an ABANDON that comes afterwards make a group of ranks that have lost each other."""
-    with group_of(tiny[0], 2, limits=replace(LIMITS, deadline_s=0.5), mode=mode) as group:
+    with group_of(tiny[0], 2, deadline_s=0.5, mode=mode) as group:
         group.log.reset(PP, NUM_BLOCKS, 8, 256)
         group.log.prefill({0: PROMPT}, 16)
         [answer] = flip(group, TP, LIVE["all"], working=[0]).answers

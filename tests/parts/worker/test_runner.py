@@ -14,7 +14,7 @@ from services.core.request import SamplingParams
 from services.core.step import AbandonEntry, CommitEntry, FlipEntry, StepPlan
 from services.models.model_files import ModelFiles, open_model
 from services.worker.steps.pipeline import MAX_UNREAD_STEPS, StepPipeline
-from tests.support.rank_threads import LIMITS, Group, group_of
+from tests.support.rank_threads import Group, group_of
 from tests.support.tiny_llama import TinyLlama, TinyShape, write_gguf
 
 PROMPT = [(7 * i * i + 3 * i) % 131 for i in range(40)]
@@ -124,7 +124,7 @@ def test_a_rank_that_fails_releases_those_that_wait_for_it(
 
 
 def test_a_peer_that_never_comes_is_a_named_deadline(tiny: tuple[ModelFiles, TinyLlama]) -> None:
-    with group_of(tiny[0], 2, limits=replace(LIMITS, deadline_s=0.2)) as group:
+    with group_of(tiny[0], 2, deadline_s=0.2) as group:
         group.log.reset(LayoutKind.TP, 64, 8, 256)
         group.ranks[1].submit = lambda entry: None  # type: ignore[method-assign]
         group.log.step([(0, 0, 40)], admitted=[group.log.admit(0, PROMPT)])

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from services.core.ids import Rank
-from services.core.ring import CAPACITY, RING_BYTES, RecordKind, RingRecord, read_tail, unpack_header
+from services.core.ring import CAPACITY, PARTNERED, RING_BYTES, RecordKind, RingRecord, read_tail, unpack_header
 from services.mesh.settings.paths import write_atomically
-from services.sentinel.diagnose import NS, ProcessState, RankView, VerdictKind, diagnose
+from services.sentinel.diagnose import NS, ProcessState, RankView, VerdictKind, diagnose, peer_statement
 from services.sentinel.memory_ring import FILE_BYTES, MemoryRing
 from services.sentinel.rings import RingReader
 from services.worker.ring import RingWriter
@@ -158,3 +158,11 @@ def test_chains_of_different_epochs_are_not_compared() -> None:
     one = record(K.STEP_BEGAN, 4, chain=1)
     other = replace(record(K.STEP_BEGAN, 4, chain=2), epoch=2)
     assert kinds(view(0, one), view(1, other)) == []
+
+
+@pytest.mark.parametrize("kind", RecordKind, ids=lambda kind: kind.name)
+def test_every_kind_of_record_is_said_with_its_peer(kind: RecordKind) -> None:
+    """As a rank writes it: HIDDEN_AWAITED with the rank before, HIDDEN_SENT with the one after."""
+    said = peer_statement([view(1, record(kind, 9, key=2))], NOW)
+    assert kind.name.lower().replace("_", " ") in said
+    assert ("(rank 2)" in said) is (kind in PARTNERED)
