@@ -1,10 +1,9 @@
 """The gRPC front: generation and models for clients, flips and drains for operators, over the same core as HTTP.
 
-Operators are those who can open the private unix socket: whoever comes over TCP is refused there, and asked for the API
-key, where there is one, everywhere else.
+Operators are those who can open the private unix socket; whoever comes over the public address, whose server has asked
+for the key, is none.
 """
 
-import hmac
 from collections.abc import AsyncIterator, Callable
 from typing import NoReturn, TypeVar
 
@@ -42,17 +41,16 @@ _CODES = {
 
 
 class InferenceServicer(InferenceServiceServicer):
-    """Serves clients. `api_key` None: nobody is asked for one."""
+    """Serves clients."""
 
-    def __init__(self, inference: Inference, bounds: RequestBounds, api_key: str | None) -> None:
-        self._inference, self._bounds, self._api_key = inference, bounds, api_key
+    def __init__(self, inference: Inference, bounds: RequestBounds) -> None:
+        self._inference, self._bounds = inference, bounds
 
     async def GenerateText(  # noqa: N802 (the proto's name)
         self, request: pb.GenerateTextRequest, context: GenerateContext
     ) -> AsyncIterator[pb.GenerateTextResponse]:
         """One request; a cancelled call aborts it."""
         try:
-            _check_key(context, self._api_key)
             asked = parse_generate(request, self._bounds)
             async with self._inference.generate(asked) as generation:
                 async for response in _responses(generation):
@@ -66,10 +64,6 @@ class InferenceServicer(InferenceServiceServicer):
         context: grpc.aio.ServicerContext[pb.ListModelsRequest, pb.ListModelsResponse],
     ) -> pb.ListModelsResponse:
         """The model served."""
-        try:
-            _check_key(context, self._api_key)
-        except RefusalError as error:
-            await _abort(context, error)
         group = self._inference.client.group
         window = self._bounds.max_context_tokens if group is None else group.max_context_tokens
         return pb.ListModelsResponse(models=[pb.Model(id=self._inference.model.name, max_context_tokens=window)])
@@ -145,15 +139,6 @@ def _usage(generation: OpenRequest) -> pb.Usage:
 
 def _is_private(context: "grpc.aio.ServicerContext[Request, Response]") -> bool:
     return context.peer().startswith("unix:")
-
-
-def _check_key(context: "grpc.aio.ServicerContext[Request, Response]", api_key: str | None) -> None:
-    if api_key is None or _is_private(context):
-        return
-    given = dict(context.invocation_metadata() or ()).get("authorization", "")
-    scheme, _, key = str(given).partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), api_key.encode()):
-        raise RefusalError(Kind.UNAUTHORIZED, "the API key is missing or wrong: send authorization: Bearer metadata")
 
 
 async def _refuse_strangers(context: "grpc.aio.ServicerContext[Request, Response]") -> None:

@@ -4,6 +4,7 @@ import socket
 import time
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import anyio
 import anyio.to_thread
@@ -19,9 +20,10 @@ from flipmesh.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceStu
 from services.core.errors import MeshError
 from services.core.ids import LayoutKind
 from services.mesh.codec.common import layout_to_proto
+from services.mesh.grpc_server import PublicAddress
 from services.mesh.rpc import unary
 from services.mesh.settings.paths import write_atomically
-from services.mesh.settings.tables import Settings
+from services.mesh.settings.tables import RouterSettings, Settings
 from services.mesh.shell import Shell
 from services.mesh.telemetry.progress import Phase
 from services.models.model_files import ModelFiles, open_model
@@ -30,7 +32,8 @@ from services.router.grpc_server import AdminServicer, InferenceServicer
 from services.router.health import Health, ProcessWatch
 from services.router.http.app import HttpFront
 from services.router.http.metrics_page import MetricsPage
-from services.router.http.server import HttpServer, bind
+from services.router.http.protocol import ConnectionBounds
+from services.router.http.server import HttpServer, allow_descriptors, bind
 from services.router.openai.wanted import RequestBounds
 from services.router.readiness import Readiness
 from services.router.request_metrics import RequestMetrics
@@ -69,11 +72,12 @@ async def main(shell: Shell) -> None:
     with shell.progress.working("opening the model", settings.deadlines.boot_s):
         files, model = await anyio.to_thread.run_sync(_open_model, settings)
     router = build(shell, model, files.geometry.max_context_tokens)
+    allow_descriptors(settings.router.max_connections)
     bound = bind(settings.router.http_host, settings.router.http_port)
     host, port = bound.getsockname()[:2]
     published = shell.paths.address("router", "http")
     grpc_published = shell.paths.address("router", "grpc")
-    async with shell.server.running(tcp_address=settings.router.grpc_address, publish=grpc_published):
+    async with shell.server.running(public=public_address(settings.router, grpc_published)):
         # The port in use, where any free one was asked for.
         grpc_address = grpc_published.read_text("ascii").strip() if grpc_published.exists() else ""
         shell.introspection.report(partial(_report, router, f"{host}:{port}", grpc_address))
@@ -96,7 +100,9 @@ def build(shell: Shell, model: ServedModel, max_context_tokens: int) -> Router:
         max_stop_strings=wanted.max_stop_strings,
         max_top_logprobs=wanted.max_top_logprobs,
     )
-    admission = Admission(wanted.max_open_requests, TOKENISING_REQUESTS * wanted.max_request_bytes)
+    admission = Admission(
+        wanted.max_open_requests, TOKENISING_REQUESTS * wanted.max_request_bytes, wanted.max_receiving_bytes
+    )
     channel = shell.peers.channel("scheduler")
     client = SchedulerClient(
         channel,
@@ -121,8 +127,15 @@ def build(shell: Shell, model: ServedModel, max_context_tokens: int) -> Router:
     _add_grpc(shell, inference, bounds, admission)
     flip_to = None if settings.policy.is_pinned else partial(_flip_to, shell, _flip_bound_s(settings))
     readiness = Readiness(model, client, health, shell.log, flip_to, probe_s=deadlines.step_s)
-    server = HttpServer(front.app())
+    server = HttpServer(front.app(), ConnectionBounds(wanted.max_connections, wanted.head_s, wanted.body_s))
     return Router(model, bounds, admission, client, inference, watch, health, readiness, server, metrics)
+
+
+def public_address(wanted: RouterSettings, publish: Path) -> PublicAddress | None:
+    """Where clients reach gRPC besides the unix socket, if anywhere; they may send what HTTP lets them."""
+    if wanted.grpc_address is None:
+        return None
+    return PublicAddress(wanted.grpc_address, publish, wanted.api_key, wanted.max_request_bytes)
 
 
 def _open_model(settings: Settings) -> tuple[ModelFiles, ServedModel]:
@@ -141,7 +154,7 @@ def _open_model(settings: Settings) -> tuple[ModelFiles, ServedModel]:
 
 def _add_grpc(shell: Shell, inference: Inference, bounds: RequestBounds, admission: Admission) -> None:
     services = inference_service_pb2.DESCRIPTOR.services_by_name
-    servicer = InferenceServicer(inference, bounds, shell.settings.router.api_key)
+    servicer = InferenceServicer(inference, bounds)
     shell.server.add(add_InferenceServiceServicer_to_server, servicer, services["InferenceService"])
 
     def drain(why: str) -> int:

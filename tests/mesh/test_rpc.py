@@ -28,7 +28,7 @@ from services.core.errors import (
 )
 from services.core.ids import Rank
 from services.mesh import limits
-from services.mesh.grpc_server import SERVER_OPTIONS, GrpcServer
+from services.mesh.grpc_server import SERVER_OPTIONS, GrpcServer, PublicAddress
 from services.mesh.identity import identify
 from services.mesh.logs.files import PatientOutput
 from services.mesh.logs.line import Level
@@ -88,7 +88,7 @@ class Mesh:
         self.progress, self.metrics = Progress(identity.name), Metrics()
         self.introspection = Introspection(identity, self.progress, self.metrics)
         server = GrpcServer(self.paths.socket("echo", rank), self.introspection, self.log)
-        server._server.add_generic_rpc_handlers((self.echo,))
+        server._additions.append(lambda bare: bare.add_generic_rpc_handlers((self.echo,)))
         return server
 
     def once(self) -> Any:
@@ -278,13 +278,13 @@ async def test_status_says_what_the_process_is_at(mesh: Mesh) -> None:
 
 async def test_p5_9_who_binds_chooses_the_port(mesh: Mesh) -> None:
     published = [mesh.paths.address("echo", "grpc"), mesh.paths.address("other", "grpc")]
-    async with mesh.server().running(tcp_address="127.0.0.1:0", publish=published[0]):
+    async with mesh.server().running(public=PublicAddress("127.0.0.1:0", published[0], None, 4096)):
         address = published[0].read_text().strip()
         async with grpc.aio.insecure_channel(address) as channel:
             call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(ECHO)
             assert await call(BytesValue(value=b"x").SerializeToString(), timeout=5.0)
         with pytest.raises(ConfigurationError, match="cannot be bound"):
-            async with mesh.server(Rank(1)).running(tcp_address=address, publish=published[1]):
+            async with mesh.server(Rank(1)).running(public=PublicAddress(address, published[1], None, 4096)):
                 pass
     assert not any(path.exists() for path in published)
 

@@ -15,7 +15,7 @@ from opentelemetry.trace import Tracer
 from services.mesh.settings.tables import DeadlineSettings, GroupSettings, RouterSettings, Settings
 from services.mesh.shell import Shell
 from services.router.http.server import bind
-from services.router.service import Router, build, serve
+from services.router.service import Router, build, public_address, serve
 from tests.support.scripted_scheduler import MODEL, WINDOW, ScriptedScheduler, scheduler_at, scripted_model, shell_in
 
 ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -58,7 +58,7 @@ async def stand(
     settings = Settings(
         source=folder / "mesh.toml",
         group=GroupSettings(num_ranks=1),
-        router=RouterSettings(**router),
+        router=RouterSettings(grpc_address="127.0.0.1:0" if tcp else None, **router),
         deadlines=deadlines or DeadlineSettings(),
     )
     scheduler = ScriptedScheduler(write, tokens_per_message=tokens_per_message)
@@ -66,9 +66,9 @@ async def stand(
         parts = build(shell, scripted_model(), WINDOW)
         bound = bind("127.0.0.1", 0)
         url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-        address, published = "127.0.0.1:0" if tcp else None, shell.paths.address("router", "grpc")
+        public = public_address(settings.router, shell.paths.address("router", "grpc"))
         async with (
-            shell.server.running(tcp_address=address, publish=published),
+            shell.server.running(public=public),
             httpx.AsyncClient(base_url=url, timeout=20) as http,
             openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client,
         ):

@@ -158,6 +158,10 @@ class RouterSettings:
     grpc_address: str | None = None
     api_key: str | None = field(default=None, repr=False)
     max_request_bytes: int = ranged(8_388_608, 1024, MAX_MESSAGE_BYTES // 2)
+    max_connections: int = ranged(2048, 1, 1_000_000)
+    head_s: float = ranged(10.0, 0.1, 600.0)
+    body_s: float = ranged(60.0, 0.1, 3600.0)
+    max_receiving_bytes: int = ranged(67_108_864, 1024, 2**40)
     max_open_requests: int = ranged(512, 1, 1_000_000)
     max_choices: int = ranged(16, 1, 1024)
     max_stop_strings: int = ranged(16, 1, 1024)

@@ -4,7 +4,6 @@ Every error has OpenAI's shape. Nothing here decides what runs; nothing blocks t
 are bounded before they are read, and large ones are handled on threads.
 """
 
-import hmac
 import secrets
 from collections.abc import Awaitable, Callable, Collection
 from functools import partial
@@ -20,9 +19,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from services.mesh.bearer import is_bearer
 from services.mesh.logs.log import Log
 from services.router.health import Health
-from services.router.http.body import parse_body, read_body
+from services.router.http.body import declared_bytes, parse_body, read_body
 from services.router.http.metrics_page import MetricsPage
 from services.router.http.stream import Answer, refusal_response
 from services.router.openai.refusal import Kind, RefusalError
@@ -94,13 +94,16 @@ class HttpFront:
 
     async def _generate(self, parse: ParseRequest, request: Request) -> Response:
         headers = {"x-request-id": _request_id(request)}
-        body = await read_body(request, self._max_request_bytes)
-        asked, ignored = await self._parse(body, lambda value: parse(value, self._bounds))
+        self._inference.admission.check_room()
+        asked, ignored = await self._parsed(request, lambda value: parse(value, self._bounds))
         self._tell_ignored(ignored)
         return Answer(self._inference, asked, headers, self._propagator.extract(request.headers))
 
-    async def _parse(self, body: bytes, parse: Callable[[object], Parsed]) -> Parsed:
-        return await parse_body(body, parse, self._threads, VALUES_PER_TOKEN * self._bounds.max_context_tokens)
+    async def _parsed(self, request: Request, parse: Callable[[object], Parsed]) -> Parsed:
+        """The body through `parse`; there is room for it before its first byte is read."""
+        with self._inference.admission.receiving(declared_bytes(request, self._max_request_bytes)):
+            body = await read_body(request, self._max_request_bytes)
+            return await parse_body(body, parse, self._threads, VALUES_PER_TOKEN * self._bounds.max_context_tokens)
 
     def _tell_ignored(self, names: Collection[str]) -> None:
         """Each unknown field once, by name: a client's spelling mistake should not stay unseen."""
@@ -125,15 +128,13 @@ class HttpFront:
         return {**card, "max_model_len": window}
 
     async def _tokenize(self, request: Request) -> Response:
-        body = await read_body(request, self._max_request_bytes)
-        asked = await self._parse(body, parse_tokenize)
+        asked = await self._parsed(request, parse_tokenize)
         with self._inference.admission.tokenising(asked.num_chars):
             ids = await asked.encode(self._inference.model, max_tokens=self._max_tokenized)
         return JSONResponse({"tokens": list(ids), "count": len(ids), "max_model_len": self._bounds.max_context_tokens})
 
     async def _detokenize(self, request: Request) -> Response:
-        body = await read_body(request, self._max_request_bytes)
-        ids = await self._parse(body, partial(parse_detokenize, bounds=self._bounds))
+        ids = await self._parsed(request, partial(parse_detokenize, bounds=self._bounds))
         decode = partial(self._inference.model.tokens.decode, ids, with_control=True)
         return JSONResponse({"prompt": await anyio.to_thread.run_sync(decode, limiter=self._threads)})
 
@@ -173,8 +174,7 @@ class HttpFront:
     def _check_key(self, request: Request) -> None:
         if self._api_key is None:
             return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._api_key.encode()):
+        if not is_bearer(request.headers.get("authorization", ""), self._api_key):
             raise RefusalError(
                 Kind.UNAUTHORIZED, "the API key is missing or wrong: send Authorization: Bearer", code="invalid_api_key"
             )
@@ -194,11 +194,7 @@ def _request_id(request: Request) -> str:
 
 async def _on_refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, RefusalError), f"registered for RefusalError, called with {type(error).__name__}"
-    headers = {"x-request-id": _request_id(request)}
-    if error.kind is Kind.TOO_LARGE:
-        # What may be left of the body is not read any more.
-        headers["connection"] = "close"
-    return refusal_response(error, headers)
+    return refusal_response(error, {"x-request-id": _request_id(request)})
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -31,8 +31,6 @@ MAX_INTEGER_DIGITS = 640
 of 4,300, a body full of such integers takes half a second."""
 INLINE_BYTES = 65_536
 """A body up to here is parsed and checked on the loop: a millisecond at worst."""
-MAX_DISCARDED_BYTES = 134_217_728
-"""How much of a refused body is read and dropped, so that its sender sees the answer and not a broken pipe."""
 _TYPES = ("application/json", "text/json")
 
 
@@ -41,28 +39,34 @@ def bound_integers() -> None:
     sys.set_int_max_str_digits(MAX_INTEGER_DIGITS)
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body.
+def declared_bytes(request: Request, max_bytes: int) -> int:
+    """How long the body is said to be; one that comes in chunks says nothing, and may be of `max_bytes`.
 
     Raises:
         RefusalError: it is longer than `max_bytes`, or not declared as JSON.
-        ClientDisconnect: the client went away.
     """
     _check_type(request.headers.get("content-type"))
+    # The parser of the head has refused everything but digits.
+    num_bytes = int(request.headers.get("content-length", max_bytes))
+    if num_bytes > max_bytes:
+        raise _too_large(max_bytes)
+    return num_bytes
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body. The connection has the clock, and drops what comes after a refusal.
+
+    Raises:
+        RefusalError: it is longer than `max_bytes`.
+        ClientDisconnect: the client went away, or was too slow.
+    """
     chunks: list[bytes] = []
     num_bytes = 0
     async for chunk in request.stream():
         num_bytes += len(chunk)
-        if num_bytes <= max_bytes:
-            chunks.append(chunk)
-        elif num_bytes > MAX_DISCARDED_BYTES:
-            break
-        else:
-            chunks.clear()
-    if num_bytes > max_bytes:
-        raise RefusalError(
-            Kind.TOO_LARGE, f"the body is larger than the {max_bytes} bytes a request may have", code="body_too_large"
-        )
+        if num_bytes > max_bytes:
+            raise _too_large(max_bytes)
+        chunks.append(chunk)
     return b"".join(chunks)
 
 
@@ -137,6 +141,12 @@ def _check_type(content_type: str | None) -> None:
     )
 
 
+def _too_large(max_bytes: int) -> RefusalError:
+    return RefusalError(
+        Kind.TOO_LARGE, f"the body is larger than the {max_bytes} bytes a request may have", code="body_too_large"
+    )
+
+
 def _refuse_constant(name: str) -> object:
     raise _not_json(f"the body is not valid JSON: {name} is no number of JSON")
 
@@ -145,4 +155,4 @@ def _not_json(message: str) -> RefusalError:
     return RefusalError(Kind.INVALID, message, code="invalid_json")
 
 
-__all__ = ["ClientDisconnect", "bound_integers", "decode", "parse_body", "read_body"]
+__all__ = ["ClientDisconnect", "bound_integers", "declared_bytes", "decode", "parse_body", "read_body"]

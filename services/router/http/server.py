@@ -4,6 +4,7 @@ The server's own signal handling stays out: the process has one way to end, and 
 """
 
 import asyncio
+import resource
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +14,23 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from services.core.errors import ConfigurationError
-from services.router.http.protocol import BoundedHttp
+from services.router.http.protocol import BoundedConfig, BoundedHttp, ConnectionBounds
 
 BACKLOG = 1024
+OTHER_DESCRIPTORS = 512
+"""What the process needs besides connections of clients: files, its peers, connections over gRPC."""
 TICK_S = 1.0
 KEEP_ALIVE_S = 75
 """An idle connection is kept above the usual 60 s of proxies, so that it is they who close it."""
+
+
+def allow_descriptors(max_connections: int) -> None:
+    """Lets the process have a descriptor for each connection, as far as the system's hard limit goes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max_connections + OTHER_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -44,10 +56,11 @@ def bind(host: str, port: int) -> socket.socket:
 class HttpServer(uvicorn.Server):
     """Serves until `end` is called; then takes no connection any more and waits for the open answers."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, bounds: ConnectionBounds) -> None:
         self._is_ending = asyncio.Event()
         super().__init__(
-            uvicorn.Config(
+            BoundedConfig(
+                bounds,
                 app,
                 http=BoundedHttp,
                 ws="none",

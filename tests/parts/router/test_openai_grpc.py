@@ -2,15 +2,19 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
 import grpc.aio
 import pytest
 import pytest_asyncio
-from flipmesh.common.v1 import layout_pb2, request_pb2
+from flipmesh.common.v1 import introspection_pb2, layout_pb2, request_pb2
+from flipmesh.common.v1.introspection_pb2_grpc import IntrospectionServiceStub
 from flipmesh.router.v1 import inference_service_pb2 as pb
 from flipmesh.router.v1.inference_service_pb2_grpc import AdminServiceStub, InferenceServiceStub
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from services.mesh.rpc import CHANNEL_OPTIONS
 from services.router.grpc_requests import parse_generate
@@ -135,16 +139,57 @@ async def test_operators_flip_and_drain(at: Stand, channel: grpc.aio.Channel) ->
     assert (await open_request).json()["choices"][0]["text"] == "ABCD"
 
 
-async def test_strangers_are_asked_for_the_key_and_are_no_operators(tmp_path: Path) -> None:
-    async with stand(tmp_path, alphabet, tcp=True, api_key="sesame") as at:
+@asynccontextmanager
+async def public_channel(folder: Path, **router: object) -> AsyncIterator[tuple[Stand, grpc.aio.Channel]]:
+    async with stand(folder, alphabet, tcp=True, **router) as at:
         address = at.shell.paths.address("router", "grpc").read_text().strip()
-        async with grpc.aio.insecure_channel(address) as channel:
-            stub = InferenceServiceStub(channel)
+        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+            yield at, channel
+
+
+KEY = (("authorization", "Bearer sesame"),)
+
+
+async def test_strangers_are_asked_for_the_key_and_are_no_operators(tmp_path: Path) -> None:
+    async with public_channel(tmp_path, api_key="sesame") as (_, channel):
+        stub = InferenceServiceStub(channel)
+        for wrong in ((), (("authorization", "Bearer sesam"),), (("authorization", "sesame"),)):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await stub.ListModels(pb.ListModelsRequest())
+                await stub.ListModels(pb.ListModelsRequest(), metadata=wrong)
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-            listed = await stub.ListModels(pb.ListModelsRequest(), metadata=(("authorization", "Bearer sesame"),))
-            assert len(listed.models) == 1
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await AdminServiceStub(channel).Drain(pb.DrainRequest())
-            assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        listed = await stub.ListModels(pb.ListModelsRequest(), metadata=KEY)
+        assert len(listed.models) == 1
+        answer = [m async for m in stub.GenerateText(pb.GenerateTextRequest(prompt="x"), metadata=KEY)]
+        assert answer
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await AdminServiceStub(channel).Drain(pb.DrainRequest(), metadata=KEY)
+        assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        health = health_pb2_grpc.HealthStub(channel)
+        assert (await health.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_the_key_is_looked_at_before_anything_that_the_caller_sends(tmp_path: Path) -> None:
+    async with public_channel(tmp_path, api_key="sesame") as (at, channel):
+        # No message at all: the answer cannot have waited for one.
+        reflected = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+        waiting = channel.stream_unary(f"/{pb.DESCRIPTOR.package}.InferenceService/ListModels")()
+        for call in (reflected, waiting):
+            async with asyncio.timeout(10):
+                assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await IntrospectionServiceStub(channel).GetStatus(introspection_pb2.GetStatusRequest())
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert (
+            await IntrospectionServiceStub(channel).GetStatus(introspection_pb2.GetStatusRequest(), metadata=KEY)
+        ).identity.service
+        assert at.router.admission.num_requests_total == 0
+
+
+async def test_a_public_message_is_no_larger_than_a_body_of_http(tmp_path: Path) -> None:
+    async with public_channel(tmp_path, max_request_bytes=4096) as (_, channel):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            async for _message in InferenceServiceStub(channel).GenerateText(pb.GenerateTextRequest(prompt="x" * 5000)):
+                pass
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        models = await InferenceServiceStub(channel).ListModels(pb.ListModelsRequest())
+        assert len(models.models) == 1

@@ -35,7 +35,7 @@ class Bench:
     """Real parts; only what would come over the wire is told by hand."""
 
     def __init__(self, shell: Shell) -> None:
-        self.clock, self.admission = Clock(), Admission(9, 9)
+        self.clock, self.admission = Clock(), Admission(9, 9, 9)
         self.client = SchedulerClient(shell.peers.channel("scheduler"), shell.log, max_open=9, budget_s=9.0)
         self.client.group = OpenGroup(Generation(3), Epoch(1), LayoutKind.TP, 512)
         self.watch = ProcessWatch(shell.peers, 2, self.clock)
