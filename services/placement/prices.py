@@ -123,7 +123,7 @@ def _staging(model: ModelDemand, machine: MachineDemand, rank: Rank) -> Iterator
     if machine.backing is PoolBacking.RESIDENT:
         yield Term("flip staging", pages + 2 * message_bytes)
         return
-    yield Term("flip staging", pages + message_bytes + sizes.window_bytes(rank))
+    yield Term("flip staging", pages + message_bytes + sizes.batch_bytes(rank))
     yield Term("pools at the seam", sizes.edge_bytes(rank, POOL_PIECE_BYTES))
 
 

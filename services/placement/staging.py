@@ -15,9 +15,9 @@ MAX_CHUNK_BYTES = 1 * MIB
 """Of one message: large against a message's cost, small against the caches it goes through."""
 PAGE_STAGING_BYTES = 4 * MIB
 """Of each rank, beside an arena whose pages change places."""
-WINDOW_BYTES = 32 * MIB
+BATCH_BYTES = 32 * MIB
 """Of each rank, where pools take turns with one memory: rows that leave a pool and rows that come into one are held
-here, some blocks at a time. Smaller windows mean more verdicts of the group in a flip."""
+here, some blocks at a time. Smaller batches mean more verdicts of the group in a flip."""
 POOL_PIECE_BYTES = 16 * 1024
 """What such pools are backed by at a time on a host."""
 EDGE_PIECES = 2
@@ -42,16 +42,16 @@ class RowSizes:
         """Of one message's buffer."""
         return max(chunk_bytes, self.least_message_bytes)
 
-    def window_blocks(self, window_bytes: int = WINDOW_BYTES) -> int:
+    def batch_blocks(self, batch_bytes: int = BATCH_BYTES) -> int:
         """Live blocks that go at a time between pools that take turns: as many on every rank."""
         ranks = range(next(iter(self.layouts.values())).num_ranks)
         most = max(sum(self._block_bytes(layout, rank) for layout in self.layouts.values()) for rank in ranks)
-        return max(1, window_bytes // max(most, 1))
+        return max(1, batch_bytes // max(most, 1))
 
-    def window_bytes(self, rank: int, window_bytes: int = WINDOW_BYTES) -> int:
-        """Of a window's rows on one rank, as they leave one pool and as they come into the other."""
+    def batch_bytes(self, rank: int, batch_bytes: int = BATCH_BYTES) -> int:
+        """Of a batch's rows on one rank, as they leave one pool and as they come into the other."""
         own = sum(self._block_bytes(layout, rank) for layout in self.layouts.values())
-        return self.window_blocks(window_bytes) * own
+        return self.batch_blocks(batch_bytes) * own
 
     def edge_bytes(self, rank: int, piece_bytes: int) -> int:
         """What both pools of a rank may hold at a seam beyond their rows."""

@@ -32,9 +32,9 @@ from services.worker.dataplane.shm import ShmCarrier
 from services.worker.memory.device import RankDevice, rank_device
 from services.worker.memory.images.cold_image import ColdImageError
 from services.worker.memory.ledger_report import priced
-from services.worker.memory.owned_memory import OwnedMemorySpec, owned_memory
+from services.worker.memory.owned_memory import OwnedMemorySpec, owned_memory, shared_memory
 from services.worker.memory.pages.backing import BackingError
-from services.worker.memory.rank_memory import RankMemory, SharedMemory
+from services.worker.memory.rank_memory import RankMemory
 from services.worker.memory.rows.pool_pair import least_message_bytes
 from services.worker.memory.weights.mapped import WeightStore
 from services.worker.memory.wire import MoveBounds
@@ -137,7 +137,7 @@ def rank_memory(
     cut = cut_within_blocks(geometry, files.tensors, layouts.values())
     store = WeightStore(files, fds["weights"], cut)
     num_expanded = store.expand(rank, group.num_ranks)
-    return SharedMemory(rank, store, fds["pool"], geometry, layouts), num_expanded
+    return shared_memory(rank, store, fds["pool"], geometry, layouts), num_expanded
 
 
 def open_carrier(settings: Settings, rank: Rank, flags_fd: int, geometry: ModelGeometry, device: RankDevice) -> Carrier:

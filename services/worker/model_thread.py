@@ -114,11 +114,11 @@ class Execution:
                 self._answer(answer)
 
     def _work(self, work: FlipWork) -> None:
-        """A failure is the flip's, not the log's: the group decides what becomes of it."""
+        """A failure is the flip's, not the log's. What nobody foresaw is no evidence that anything is whole."""
         try:
             self._answer(self._runner.work(work.flip_id))
         except Exception as error:
-            self._answer(WorkLost(work.flip_id, f"{type(error).__name__}: {error}", restored=True))
+            self._answer(WorkLost(work.flip_id, f"{type(error).__name__}: {error}", restored=False))
 
     def _answer(self, answer: Answer) -> None:
         with self._lock:

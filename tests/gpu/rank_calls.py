@@ -85,7 +85,7 @@ def work(runner: Runner, flip_id: FlipId) -> Work:
 
 def _pool(runner: Runner, kind: LayoutKind) -> LayoutPool:
     memory: Any = runner.parts.memory
-    pool: LayoutPool = memory._rows.pools[kind]
+    pool: LayoutPool = memory.rows.pools[kind]
     return pool
 
 
@@ -101,7 +101,7 @@ def fill_rows(runner: Runner, kind: LayoutKind, seed: int) -> None:
 
 def _take_turns(runner: Runner) -> bool:
     memory: Any = runner.parts.memory
-    return isinstance(memory._rows, ExclusiveRows)
+    return isinstance(memory.rows, ExclusiveRows)
 
 
 def poison_rows(runner: Runner, kind: LayoutKind) -> None:

@@ -98,9 +98,9 @@ class Odds:
     refuse: float = 0.0
     withdraw: float = 0.0
     fail: float = 0.0
-    """Rows, weights, or something when all is done."""
+    """There is no room, or rows or weights go wrong."""
     breaks: float = 0.0
-    """Of a failure, and of each way back: that the active layout is not to be had."""
+    """Of each way back: that the active layout is not to be had. Above 0, what nobody foresaw is among what fails."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,7 +148,7 @@ def weights_are_found_wrong(case: Case) -> Case:
 
 
 def ranks_fail_behind_the_seam(case: Case) -> Case:
-    """Each block has pages in one layout at a time, and a window is found wrong, or one rank fails when all is done."""
+    """Each block has pages in one layout at a time, and a batch is found wrong."""
     return replace(case, mode=Mode.DUAL, is_exclusive=True, faults=(), odds=Odds(fail=0.4), eager_flips=4)
 
 
@@ -156,3 +156,15 @@ def pools_are_full(case: Case) -> Case:
     """Each layout has its own pool, and requests take all of it."""
     limits = replace(case.limits, num_blocks=4)
     return replace(rows_are_exchanged(case), limits=limits, is_exclusive=False)
+
+
+def rows_are_wrong_before_pages(case: Case) -> Case:
+    """Weights follow rows from pool to pool, and rows may not be what was sent."""
+    return replace(case, mode=Mode.EXCHANGE, is_exclusive=False, faults=(), odds=Odds(fail=0.5), eager_flips=4)
+
+
+def something_unforeseen_happens(case: Case) -> Case:
+    """Within what ranks do together, behind a seam or in an exchange."""
+    odds = Odds(fail=0.5, breaks=0.3)
+    mode = Mode.DUAL if case.num_ranks % 2 else Mode.EXCHANGE
+    return replace(case, mode=mode, is_exclusive=True, faults=(), odds=odds, eager_flips=4)

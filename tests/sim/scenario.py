@@ -6,7 +6,7 @@ part above the line of dashes is the case:
     ranks 2 | layout pp | seed 1                what is started; times are in ms
     mode dual | exclusive                       where its weights and rows are
     blocks 8 | resident 4 | chunk 16 | batch 32 | context 64 | ahead 2
-    slip 1 weights                              what goes wrong on a rank in the first flip, also: rows, late
+    slip 1 weights                              in the first flip, also: room, rows, written, unforeseen
     refuse 1.0                                  odds of each rank in each flip, also: withdraw, fail, breaks
     ask NAME at 0 prompt 20 from c output 4     also: stop b, end, priority 1, abort 5
     flip tp at 5

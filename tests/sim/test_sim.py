@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from services.core.flip.work_table import WAYS, Phase, Verdict
 from services.core.step import LogEntry
 from services.router.streams.sessions import Choice
 from tests.sim.case import MOMENTS, draw_case
@@ -162,3 +163,21 @@ def test_the_page_names_what_finds_each_fault() -> None:
             assert fault in {name.replace(" ", "") for name in named}, found_by
         for file in re.findall(r"`(\w+\.py)`", found_by):
             assert list(PAGE.parents[1].glob(f"tests/**/{file}")), file
+
+
+WORK_FAULTS = [f"W{number}" for number in range(1, 7)]
+
+
+def test_the_page_names_the_faults_of_the_works_order_and_has_a_specimen_for_each() -> None:
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.read_text("utf-8").splitlines()]
+    found_by = {row[0]: row[3] for row in rows if len(row) == 5 and row[0] in WORK_FAULTS}
+    named = {fault for specimen in SPECIMENS for fault in re.findall(r"\((W\d)\)$", specimen.name)}
+    assert list(found_by) == WORK_FAULTS == sorted(named)
+    assert all(text.startswith(f"specimen {fault}") for fault, text in found_by.items())
+
+
+def test_the_page_has_the_table_of_ways() -> None:
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.read_text("utf-8").splitlines()]
+    phases = {phase.value for phase in Phase}
+    found = {row[0]: row[1:] for row in rows if len(row) == 1 + len(Verdict) and row[0] in phases}
+    assert found == {phase.value: [WAYS[phase, verdict].value for verdict in Verdict] for phase in Phase}

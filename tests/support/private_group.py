@@ -10,9 +10,6 @@ from torch import Tensor
 from services.core.ids import BlockId, FlipId, LayoutKind
 from services.core.step import AbandonEntry, CommitEntry, FlipEntry
 from services.placement.rows.transfers import BlockRuns
-from services.worker.memory.dual_memory import DualMemory
-from services.worker.memory.exchange_memory import ExchangeMemory
-from services.worker.memory.image_memory import ImageMemory
 from services.worker.memory.rows.exclusive_rows import ExclusiveRows
 from services.worker.memory.rows.layout_pool import LayoutPool
 from services.worker.memory.rows.pool_pair import PoolPair
@@ -35,9 +32,7 @@ def runs(*pairs: tuple[int, int]) -> BlockRuns:
 
 
 def rows_of(group: Group, rank: int) -> PoolPair | ExclusiveRows:
-    memory = group.ranks[rank].runner.parts.memory
-    assert isinstance(memory, DualMemory | ExchangeMemory | ImageMemory)
-    rows = memory._rows
+    rows = group.ranks[rank].runner.parts.memory.rows
     assert isinstance(rows, PoolPair | ExclusiveRows)
     return rows
 
@@ -47,7 +42,10 @@ def pools_of(group: Group, kind: LayoutKind) -> list[LayoutPool]:
 
 
 def flip(group: Group, target: LayoutKind, live: BlockRuns, *, working: Sequence[int] | None = None) -> Flipped:
-    """One attempt: committed if every rank has done its work, else abandoned. `working`: the ranks that do it."""
+    """One attempt: committed if every rank has done its work, abandoned if all that have not are restored.
+
+    Where one is broken there is no outcome: the generation ends. `working`: the ranks that do it.
+    """
     driver = group.log
     flip_id = FlipId(driver.sequence + 1)
     heard: list[list[FlipAnswer]] = [[] for _ in group.ranks]
@@ -61,6 +59,8 @@ def flip(group: Group, target: LayoutKind, live: BlockRuns, *, working: Sequence
         for rank in (range(len(group.ranks)) if working is None else working)
     ]
     answers = [future.result(timeout=DEADLINE_S) for future in at_work]
+    if any(isinstance(answer, WorkLost) and not answer.restored for answer in answers):
+        return Flipped(parked, answers)
     is_committed = all(isinstance(answer, Worked) for answer in answers)
     driver.write(CommitEntry(flip_id, target) if is_committed else AbandonEntry(flip_id, "work lost"))
     driver.answers()

@@ -19,8 +19,8 @@ from services.models.model_files import ModelFiles
 from services.placement.layouts import both_layouts, cut_within_blocks, shard_units
 from services.worker.dataplane.shm import ShmCarrier
 from services.worker.memory.device import HOST, RankDevice
-from services.worker.memory.owned_memory import OwnedMemorySpec, OwnedMode, owned_memory
-from services.worker.memory.rank_memory import RankMemory, SharedMemory
+from services.worker.memory.owned_memory import OwnedMemorySpec, OwnedMode, owned_memory, shared_memory
+from services.worker.memory.rank_memory import RankMemory
 from services.worker.memory.weights.mapped import WeightStore
 from services.worker.memory.wire import MoveBounds
 from services.worker.model_thread import Answer
@@ -116,7 +116,7 @@ def group_of(
         else:
             store = WeightStore(files, weights_fd, cut)
             store.expand(rank, num_ranks)
-            memory = SharedMemory(Rank(rank), store, pool_fd, files.geometry, layouts)
+            memory = shared_memory(Rank(rank), store, pool_fd, files.geometry, layouts)
         runner = Runner(Rank(rank), files.geometry, memory, layouts, carriers[-1], limits, rings[rank], device)
         ranks.append(RankThread(runner))
     try:

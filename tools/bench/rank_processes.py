@@ -29,8 +29,8 @@ from services.worker.boot import open_region, settle
 from services.worker.dataplane.carrier import Carrier
 from services.worker.dataplane.shm import ShmCarrier
 from services.worker.memory.device import HOST, RankDevice
-from services.worker.memory.owned_memory import OwnedMemorySpec, OwnedMode, owned_memory
-from services.worker.memory.rank_memory import RankMemory, SharedMemory
+from services.worker.memory.owned_memory import OwnedMemorySpec, OwnedMode, owned_memory, shared_memory
+from services.worker.memory.rank_memory import RankMemory
 from services.worker.memory.weights.mapped import WeightStore
 from services.worker.memory.wire import MoveBounds
 from services.worker.model_thread import Answer
@@ -210,4 +210,4 @@ def _memory(
     cut = cut_within_blocks(files.geometry, files.tensors, layouts.values())
     store = WeightStore(files, fds["weights"], cut)
     store.expand(carrier.rank, spec.num_ranks)
-    return SharedMemory(Rank(carrier.rank), store, fds["pool"], files.geometry, layouts)
+    return shared_memory(Rank(carrier.rank), store, fds["pool"], files.geometry, layouts)

@@ -12,18 +12,18 @@ from services.placement.rows.transfers import BlockRuns
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class BlockBatch:
     """Blocks that lie side by side, and which of them are live."""
 
     blocks: Span
     live: BlockRuns
 
 
-def windows(live: BlockRuns, num_blocks: int, max_live: int) -> Iterator[Window]:
+def block_batches(live: BlockRuns, num_blocks: int, max_live: int) -> Iterator[BlockBatch]:
     """Yields parts that cover [0, num_blocks), rising, of at most `max_live` live blocks each; at least one."""
     parts = list(split_runs(live, max_live)) or [()]
     begin = 0
     for index, part in enumerate(parts):
         end = num_blocks if index == len(parts) - 1 else part[-1][0] + part[-1][1]
-        yield Window(Span(begin, end), part)
+        yield BlockBatch(Span(begin, end), part)
         begin = end

@@ -36,9 +36,9 @@ def settle_pages(memory: RankMemory, resident: RequestTable, plan: StepPlan) -> 
         BackingError: there is no memory for blocks that the step takes.
     """
     new = (*plan.block_id, *(block for request in plan.admitted for block in request.block_ids))
-    memory.back_below(max(new, default=-1) + 1)
+    memory.rows.back_below(max(new, default=-1) + 1)
     if plan.dead_from is None:
         return None
     own_end = resident.blocks_end
-    num_bytes = 0 if own_end > plan.dead_from else memory.release_above(plan.dead_from)
+    num_bytes = 0 if own_end > plan.dead_from else memory.rows.release_above(plan.dead_from)
     return Released(plan.dead_from, own_end, num_bytes)

@@ -1,20 +1,20 @@
 """One rank's end of what a flip sends: messages, words gathered from all, and one verdict of the whole group.
 
-Never decides what is sent. A failure before or after the exchange is reduced over the group, so that all go on or all
-stop; one within it ends every peer's wait by an abort, and the generation with it.
+Never decides what is sent, nor what a verdict leads to. A wait that ends without its peer raises, and an abort ends
+every peer's wait, and the generation with it.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kernels.cpu.collective_status import AbortReason, Purpose
+from services.core.flip.work_table import Answer, Verdict
 from services.core.ids import Rank
 from services.worker.dataplane.carrier import Carrier
-from services.worker.memory.rank_memory import DataPlaneLostError, RestorableError
+from services.worker.memory.tally import Tally
 
 _SIGN, _WRAP = 1 << 63, 1 << 64
 
@@ -33,7 +33,7 @@ class Wire:
     """Used by the model thread, within a flip's work only."""
 
     def __init__(self, carrier: Carrier, bounds: MoveBounds) -> None:
-        self._carrier, self.bounds = carrier, bounds
+        self._carrier, self.bounds, self.tally = carrier, bounds, Tally()
         self.rank, self.num_ranks = Rank(carrier.rank), carrier.num_ranks
 
     def send(self, tensor: Tensor, peer: Rank, number: int) -> None:
@@ -56,25 +56,19 @@ class Wire:
         rows: list[list[int]] = own.view(self.num_ranks, -1).tolist()
         return [[value % _WRAP for value in row] for row in rows]
 
-    def agree(self, failure: Exception | None, plan_hash: int) -> None:
-        """One verdict: raises RestorableError on every rank if one has failed, or means another plan."""
-        found = self.gathered([int(failure is None), plan_hash])
+    def agree(self, failure: str, digest: int) -> Answer | None:
+        """One verdict: None if every rank is well and means the same by `digest`. Raises CollectiveError."""
+        found = self.gathered([int(not failure), digest])
         failed = [rank for rank, (is_well, _) in enumerate(found) if not is_well]
-        if failure is not None:
-            raise RestorableError(f"rank {self.rank}: {failure}") from failure
+        if failure:
+            return Answer(Verdict.FAILED_HERE, failure)
         if failed:
-            raise RestorableError(f"ranks {failed} have failed and say why: all stay with the layout before")
-        hashes = [found_hash for _, found_hash in found]
-        if len(set(hashes)) > 1:
-            raise RestorableError(f"plans differ, {[f'{value:016x}' for value in hashes]} by rank: nothing was sent")
+            return Answer(Verdict.FAILED_ELSEWHERE, f"ranks {failed} have failed and say why")
+        if len({found_digest for _, found_digest in found}) > 1:
+            digests = [f"{found_digest:016x}" for _, found_digest in found]
+            return Answer(Verdict.FAILED_ELSEWHERE, f"plans differ, {digests} by rank")
+        return None
 
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Whatever fails within ends the wait of every peer, by name, and the generation; a verdict passes."""
-        try:
-            yield
-        except RestorableError:
-            raise
-        except Exception as error:
-            self._carrier.watch.abort(AbortReason.STEP_FAILED)
-            raise DataPlaneLostError(f"rank {self.rank}: {type(error).__name__}: {error}") from error
+    def abort(self) -> None:
+        """Ends the wait of every peer, by this rank's name."""
+        self._carrier.watch.abort(AbortReason.STEP_FAILED)

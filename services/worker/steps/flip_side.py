@@ -11,7 +11,7 @@ from services.core.ids import FlipId, LayoutKind, LogIndex, Rank
 from services.core.log import LogFollower, ProtocolError
 from services.core.ring import RecordKind
 from services.core.step import AbandonEntry, CommitEntry, FlipEntry
-from services.worker.memory.rank_memory import RankMemory, work_on
+from services.worker.memory.rank_memory import RankMemory
 from services.worker.memory.rows.kv_cache import Pool
 from services.worker.participation import FlipAnswer, Parked, Resumed, Switched, Worked, WorkLost
 from services.worker.steps.active_layout import LayoutPart
@@ -53,7 +53,7 @@ class FlipSide:
             raise ProtocolError(f"work for flip {flip_id}, parked for {flip.flip_id if flip else 'none'}")
         assert sequence is not None, "a flip is an entry"
         self._records.write(RecordKind.FLIP_WORK, sequence)
-        answer = work_on(self._memory, flip, began_unix_ns)
+        answer = self._memory.work(flip, began_unix_ns)
         self._records.write(RecordKind.FLIP_DONE, sequence)
         return answer
 

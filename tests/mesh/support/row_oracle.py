@@ -22,7 +22,7 @@ from tools.bench.rank_processes import RankCall, RankProcess
 
 def pool_of(runner: Runner, kind: LayoutKind) -> LayoutPool:
     memory: Any = runner.parts.memory
-    pool = memory._rows.pools[kind]
+    pool = memory.rows.pools[kind]
     assert isinstance(pool, LayoutPool)
     return pool
 

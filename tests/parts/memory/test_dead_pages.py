@@ -14,10 +14,10 @@ from services.core.step import StepPlan
 from services.models.model_files import ModelFiles, open_model
 from services.placement.ledger import PoolBacking
 from services.worker.memory.owned_memory import OwnedMode
-from services.worker.memory.rank_memory import SharedMemory
 from services.worker.memory.rows.exclusive_rows import ExclusiveRows
 from services.worker.memory.rows.kv_cache import Pool
 from services.worker.memory.rows.layout_pool import LayoutPool
+from services.worker.memory.rows.shared_rows import SharedRows
 from services.worker.memory.trimmed_pages import Released
 from services.worker.participation import Worked
 from tests.parts.worker.test_runner import PROMPT, check_greedy
@@ -53,7 +53,7 @@ def pools_of(group: Group) -> list[Pool]:
     """Pools in force, one for each memory."""
     pools = [rank.runner.pool for rank in group.ranks]
     assert all(pool is not None for pool in pools)
-    is_shared = isinstance(group.ranks[0].runner.parts.memory, SharedMemory)
+    is_shared = isinstance(group.ranks[0].runner.parts.memory.rows, SharedRows)
     return [pool for pool in pools[: 1 if is_shared else None] if pool is not None]
 
 
@@ -70,10 +70,10 @@ def planes_of(pool: Pool) -> list[torch.Tensor]:
 
 def held_bytes(group: Group) -> int:
     """Memory of all ranks' pools, by the system's account."""
-    memory = group.ranks[0].runner.parts.memory
-    if isinstance(memory, SharedMemory):
-        assert memory._pool is not None
-        return memory._pool._region.held_bytes()
+    shared = group.ranks[0].runner.parts.memory.rows
+    if isinstance(shared, SharedRows):
+        assert shared.pool is not None
+        return shared.pool._region.held_bytes()
     rows = [rows_of(group, rank) for rank in range(len(group.ranks))]
     total = 0
     for each in rows:
@@ -218,7 +218,7 @@ def test_no_row_below_loses_a_bit(
         ends = (333, 332, 331, 150, 149, 19, 18, 17, 2, 1)
         for end in ends:
             for rank in group.ranks:
-                rank.runner.parts.memory.release_above(end)
+                rank.runner.parts.memory.rows.release_above(end)
             for (pool, plane), rows in zip(planes, written, strict=True):
                 own = own_blocks(pool) if isinstance(pool, LayoutPool) else list(range(NUM_BLOCKS))
                 num_kept = sum(block < end for block in own)

@@ -11,8 +11,7 @@ from kernels.weights import Matrix, PiecedMatrix, PlacedMatrix
 from services.core.ids import FlipId, LayoutKind
 from services.core.step import AbandonEntry, FlipEntry
 from services.models.model_files import ModelFiles, open_model
-from services.worker.memory.exchange_memory import ExchangeMemory
-from services.worker.memory.rank_memory import DataPlaneLostError
+from services.worker.memory.rank_memory import NotWholeError
 from services.worker.memory.weights.arena_weights import ArenaWeights
 from services.worker.participation import Worked, WorkLost
 from tests.parts.memory.test_private_flips import FaultyWire, check_weights, owned
@@ -33,10 +32,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return open_model(path), model
 
 
-def memory_of(group: Group, rank: int) -> ExchangeMemory:
-    memory = group.ranks[rank].runner.parts.memory
-    assert isinstance(memory, ExchangeMemory)
-    return memory
+def weights_of(group: Group, rank: int) -> ArenaWeights:
+    weights = group.ranks[rank].runner.parts.memory._weights
+    assert isinstance(weights, ArenaWeights)
+    return weights
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -68,7 +67,7 @@ def test_a_verdict_against_it_exchanges_everything_back(
         log = group.log
         log.reset(PP, NUM_BLOCKS, 8, 256)
         log.prefill({0: PROMPT}, 16)
-        weights, pieces = memory_of(group, 1)._weights, [next(iter(memory_of(group, 1)._weights._maps[TP]))]
+        weights, pieces = weights_of(group, 1), [next(iter(weights_of(group, 1)._maps[TP]))]
         honest = weights.wrong
         with monkeypatch.context() as patched:
             patched.setattr(weights, "wrong", lambda kind: pieces if kind is TP else honest(kind))
@@ -125,7 +124,7 @@ def test_an_exchange_that_breaks_ends_the_generation(tiny: Tiny) -> None:
         carrier.send = fail
         answers = flip_without_outcome(group)
         assert all(isinstance(answer, WorkLost) and not answer.restored for answer in answers)
-        assert memory_of(group, 0)._weights.held is None
+        assert weights_of(group, 0).active is None
 
 
 def flip_without_outcome(group: Group) -> list[Worked | WorkLost]:
@@ -138,12 +137,12 @@ def flip_without_outcome(group: Group) -> list[Worked | WorkLost]:
 def test_files_that_changed_are_no_way_back(tiny: Tiny) -> None:
     with group_of(tiny[0], 2, mode="exchange") as group:
         group.log.reset(PP, NUM_BLOCKS, 8, 256)
-        weights = memory_of(group, 0)._weights
+        weights = weights_of(group, 0)
         piece = next(iter(weights._moving(TP)))
         weights._sums[TP][piece] ^= 1
-        with pytest.raises(DataPlaneLostError, match=r"1 pieces of tp are not what was loaded at start"):
-            memory_of(group, 0).settle(TP)
-        assert weights.held is None
+        with pytest.raises(NotWholeError, match=r"1 pieces of tp are not what was loaded at start"):
+            group.ranks[0].runner.parts.memory.settle(TP)
+        assert weights.active is None
 
 
 def test_what_moved_is_near_the_floor(tiny: Tiny) -> None:
@@ -152,7 +151,7 @@ def test_what_moved_is_near_the_floor(tiny: Tiny) -> None:
         group.log.reset(PP, NUM_BLOCKS, 8, 256)
         answers = flip(group, TP, runs()).answers
         for rank, answer in enumerate(answers):
-            plan = memory_of(group, rank)._plan
+            plan = weights_of(group, rank).plan
             pages = sum(count for (_, into), count in plan.exchanges[TP].link_pages.items() if into == rank)
             assert isinstance(answer, Worked) and answer.bytes_moved == pages * plan.arenas.page_bytes > 0
 

@@ -17,10 +17,10 @@ from services.placement.demand import Deployment, Model, plan_memory
 from services.placement.exchange_plan import PAGE_BYTES
 from services.placement.ledger import MemoryMode, PoolBacking
 from services.placement.staging import chunk_bytes
-from services.worker.memory.image_memory import ImageMemory
 from services.worker.memory.owned_memory import OwnedMode
 from services.worker.memory.pages.backing import Backing
-from services.worker.memory.rows import seam_mover
+from services.worker.memory.rank_memory import NotWholeError
+from services.worker.memory.rows import batch_mover
 from services.worker.memory.rows.exclusive_pools import ExclusivePools
 from services.worker.memory.rows.exclusive_rows import ExclusiveRows
 from services.worker.memory.wire import MoveBounds
@@ -35,9 +35,9 @@ from tests.support.tiny_llama import TinyLlama, TinyShape, write_gguf
 PP, TP = LayoutKind.PP, LayoutKind.TP
 Tiny = tuple[ModelFiles, TinyLlama]
 BLOCK_BYTES = SHAPE.num_layers * SHAPE.num_kv_heads * 2 * 16 * SHAPE.head_dim * 4
-WINDOW_BYTES = 10 * BLOCK_BYTES
-"""Of a rank with all heads or all layers: five live blocks a window; of one with half of them, ten."""
-EXCLUSIVE = {"backing": PoolBacking.EXCLUSIVE, "window_bytes": WINDOW_BYTES}
+BATCH_BYTES = 10 * BLOCK_BYTES
+"""Of a rank with all heads or all layers: five live blocks a batch; of one with half of them, ten."""
+EXCLUSIVE = {"backing": PoolBacking.EXCLUSIVE, "batch_bytes": BATCH_BYTES}
 MODES: tuple[OwnedMode, ...] = ("dual", "exchange", "image")
 
 
@@ -164,11 +164,11 @@ def serves_on(group: Group, tiny: Tiny, before: LayoutKind) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("at_message", [1, 5])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_one_changed_byte_on_its_way_takes_all_windows_back(
+def test_one_changed_byte_on_its_way_takes_all_batches_back(
     tiny: Tiny, victim: int, at_message: int, mode: OwnedMode
 ) -> None:
-    """In the first window or in a later one, when those before it have gone."""
-    keeps = EXCLUSIVE | {"window_bytes": 2 * BLOCK_BYTES}
+    """In the first batch or in a later one, when those before it have gone."""
+    keeps = EXCLUSIVE | {"batch_bytes": 2 * BLOCK_BYTES}
     with group_of(tiny[0], 2, mode=mode, keeps=keeps) as group:
         started(group, TP)
         FaultyWire(exclusive_rows(group, victim)._wire._carrier, at_message)
@@ -181,7 +181,7 @@ class FaultyScatter:
     """Writes one wrong byte to a pool, at one of all ranks' calls."""
 
     def __init__(self, at_call: int) -> None:
-        self._scatter, self._left = seam_mover.scatter, at_call
+        self._scatter, self._left = batch_mover.scatter, at_call
 
     def __call__(self, planes: Planes, heads: Span, parts: Runs, staging: Tensor) -> None:
         self._scatter(planes, heads, parts, staging)
@@ -196,10 +196,10 @@ class FaultyScatter:
 def test_one_wrong_byte_in_a_pool_is_found_where_it_lies(
     tiny: Tiny, num_ranks: int, at_call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with group_of(tiny[0], num_ranks, mode="dual", keeps=EXCLUSIVE | {"window_bytes": 2 * BLOCK_BYTES}) as group:
+    with group_of(tiny[0], num_ranks, mode="dual", keeps=EXCLUSIVE | {"batch_bytes": 2 * BLOCK_BYTES}) as group:
         started(group)
         with monkeypatch.context() as patched:
-            patched.setattr(seam_mover, "scatter", FaultyScatter(at_call))
+            patched.setattr(batch_mover, "scatter", FaultyScatter(at_call))
             reasons = restored(flip(group, TP, owned(group)).answers)
         assert any("rows in the tp pool of rank" in reason for reason in reasons), reasons
         serves_on(group, tiny, PP)
@@ -210,7 +210,7 @@ def test_memory_that_is_gone_at_the_seam_leads_back(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, is_first: bool
 ) -> None:
     """Others have taken what was free when the group entered: pages cannot be had on one rank."""
-    with group_of(tiny[0], 2, mode="exchange", keeps=EXCLUSIVE | {"window_bytes": 2 * BLOCK_BYTES}) as group:
+    with group_of(tiny[0], 2, mode="exchange", keeps=EXCLUSIVE | {"batch_bytes": 2 * BLOCK_BYTES}) as group:
         started(group)
         memory = memory_of(group, 0)
         lack = Lack(monkeypatch, memory._backings[TP], lambda: is_first or len(memory.held[TP]) > 0)
@@ -240,7 +240,9 @@ def test_where_neither_pool_is_to_be_had_the_generation_ends(tiny: Tiny, monkeyp
             Lack(monkeypatch, backing, lambda: True)
         answers = flip_without_outcome(group)
         assert all(isinstance(answer, WorkLost) and not answer.restored for answer in answers), answers
-        assert all("cannot be written back" in answer.reason for answer in answers if isinstance(answer, WorkLost))
+        reasons = [answer.reason for answer in answers if isinstance(answer, WorkLost)]
+        assert "on the way back: rank 1: rows that were kept cannot be written back" in reasons[1]
+        assert "on the way back: ranks [1] have failed" in reasons[0]
 
 
 def flip_without_outcome(group: Group) -> list[Worked | WorkLost]:
@@ -278,14 +280,15 @@ def test_without_room_at_the_seam_nobody_enters(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_abandoned_after_every_row_has_gone(tiny: Tiny, mode: OwnedMode) -> None:
-    """The mover may give up what every rank has verified: all ranks take the rows back, window by window."""
+    """No attempt that ends well leaves that, so nobody goes to meet the others for it: the generation ends."""
     with group_of(tiny[0], 3, mode=mode, keeps=EXCLUSIVE) as group:
         started(group)
         assert all(isinstance(answer, Worked) for answer in flip_without_outcome(group))
         check_memory(group, TP)
         group.log.write(AbandonEntry(FlipId(9), "a test"))
-        group.log.answers()
-        serves_on(group, tiny, PP)
+        for rank in group.ranks:
+            with pytest.raises(NotWholeError, match=r"pp is in force, and of 24 blocks .*'tp': \(0, 24\)"):
+                rank.answer()
 
 
 @pytest.mark.parametrize("mode", ["exchange", "image"])
@@ -293,7 +296,7 @@ def test_rows_come_back_where_weights_are_wrong(tiny: Tiny, mode: OwnedMode, mon
     with group_of(tiny[0], 2, mode=mode, keeps=EXCLUSIVE) as group:
         started(group)
         memory: Any = group.ranks[1].runner.parts.memory
-        if isinstance(memory, ImageMemory):
+        if mode == "image":
             memory._weights.images[TP].flat[99] ^= 1
         else:
             pieces, honest = [next(iter(memory._weights._maps[TP]))], memory._weights.wrong
@@ -345,7 +348,7 @@ def test_staging_is_what_the_ledger_prices(tiny: Tiny, mode: OwnedMode, backing:
                 taken = mover._outgoing.numel() + mover._incoming.numel()  # type: ignore[union-attr]
             memory: Any = group.ranks[rank].runner.parts.memory
             if mode == "exchange":
-                taken += memory._pages._arena._staging.num_bytes
+                taken += memory._weights._arena._staging.num_bytes
             [term] = [term.num_bytes for term in priced.ranks[rank].terms if term.name == "flip staging"]
             assert taken == term
 

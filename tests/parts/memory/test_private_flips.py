@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.collective_status import CollectiveError
 from kernels.weights import Matrix, Weight
-from services.core.ids import LayoutKind
+from services.core.ids import FlipId, LayoutKind
+from services.core.step import AbandonEntry
 from services.models.model_files import ModelFiles, open_model
 from services.placement.rows.transfers import BlockRuns
 from services.worker.memory.owned_memory import OwnedMode
+from services.worker.memory.rank_memory import NotWholeError
 from services.worker.participation import Worked, WorkLost
 from tests.parts.memory.test_private_weights import asked, values
 from tests.parts.worker.test_runner import PROMPT, check_greedy
@@ -222,8 +223,9 @@ def test_a_peer_that_never_comes_ends_the_generation_by_name(
         [answer] = flip(group, TP, LIVE["all"], working=[0]).answers
         assert isinstance(answer, WorkLost) and not answer.restored
         assert "ALL_GATHER for FLIP on rank 0" in answer.reason and "rank 1" in answer.reason
-        with pytest.raises(CollectiveError):
-            group.log.decode([0], 1)
+        group.log.write(AbandonEntry(FlipId(group.log.sequence), "a test"))
+        with pytest.raises(NotWholeError, match="work that is broken here: rank 0: CollectiveError"):
+            group.ranks[0].answer()
 
 
 @pytest.mark.parametrize("mode", ["dual", "exchange", "image"])

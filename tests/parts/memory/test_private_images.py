@@ -12,10 +12,9 @@ import torch
 from services.core.ids import FlipId, LayoutKind
 from services.core.step import AbandonEntry, FlipEntry
 from services.models.model_files import ModelFiles, open_model
-from services.worker.memory.image_memory import ImageMemory
 from services.worker.memory.images.cold_image import ColdImage, OnPart
 from services.worker.memory.images.images import ImageState, WeightImage
-from services.worker.memory.rank_memory import DataPlaneLostError
+from services.worker.memory.rank_memory import NotWholeError
 from services.worker.memory.weights.image_weights import ImageWeights
 from services.worker.participation import Worked, WorkLost
 from tests.parts.memory.test_private_flips import check_weights, owned
@@ -38,9 +37,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 def weights_of(group: Group, rank: int) -> ImageWeights:
-    memory = group.ranks[rank].runner.parts.memory
-    assert isinstance(memory, ImageMemory)
-    return memory._weights
+    weights = group.ranks[rank].runner.parts.memory._weights
+    assert isinstance(weights, ImageWeights)
+    return weights
 
 
 def image_of(group: Group, rank: int, kind: LayoutKind) -> WeightImage:
@@ -122,10 +121,10 @@ def test_files_that_changed_are_no_way_back(tiny: Tiny, monkeypatch: pytest.Monk
             flat[11] ^= 1
 
         monkeypatch.setattr(image, "_load", other)
-        weights.held = None
-        with pytest.raises(DataPlaneLostError, match=r"weights of pp cannot be had back: .*other bytes than at start"):
+        weights.active = None
+        with pytest.raises(NotWholeError, match=r"weights of pp cannot be had back: .*other bytes than at start"):
             group.ranks[0].runner.parts.memory.settle(PP)
-        assert weights.held is None
+        assert weights.active is None
 
 
 def test_abandoned_after_the_arena_was_filled(tiny: Tiny, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from services.models.model_files import ModelFiles, open_model
 from services.placement.layouts import both_layouts, cut_within_blocks, shard_units
 from services.placement.pieces import canonical_tensors, resident_pieces, total_bytes
 from services.placement.shares import held_shards
-from services.worker.memory.dual_memory import owned_weights
+from services.worker.memory.weights.kept_weights import owned_weights
 from services.worker.memory.weights.owned_weights import OwnedWeights
 from tests.support.tiny_llama import TinyLlama, TinyShape, write_gguf, write_safetensors
 

@@ -11,6 +11,7 @@ from services.core.flip.coordinator import FlipCoordinator
 from services.core.flip.log_side import FlipAttempts
 from services.core.flip.participant import FlipParticipant
 from services.core.flip.rank_side import RankFlips
+from services.core.flip.work import FlipWork
 from services.core.ids import Epoch, Generation, LayoutKind, Rank
 from services.core.layout import Layout, ShardUnits
 from services.core.log import LogFollower
@@ -53,6 +54,7 @@ class Parts:
     participant: type[FlipParticipant] = FlipParticipant
     places: type[Places] = Places
     memory: type[Memory] = Memory
+    work: type[FlipWork] = FlipWork
     rank: type[RankProcess] = RankProcess
     flips: type[RankFlips] = RankFlips
     log: type[GenerationLog] = GenerationLog

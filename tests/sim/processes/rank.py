@@ -29,6 +29,7 @@ from services.core.flip.messages import (
     WorkDone,
     WorkFailed,
 )
+from services.core.flip.work import Broken, Finished, Outcome, Restored
 from services.core.ids import BLOCK_SLOTS, FlipId, LayoutKind, LogIndex, Rank, RequestIndex, TokenId
 from services.core.log import FIRST_EPOCH
 from services.core.step import (
@@ -43,7 +44,7 @@ from services.core.step import (
 )
 from services.worker.steps.layout_evidence import check_parts
 from tests.sim.processes.data_plane import WAIT, DataPlane, Member
-from tests.sim.processes.memory import Held, Holder, LostError, Memory, RestorableError, Slip
+from tests.sim.processes.memory import Held, Holder, Memory, Slip, Worked
 from tests.sim.processes.resident_places import Places
 from tests.sim.processes.shipped_table import ShippedPlaces
 from tests.sim.processes.toy_model import next_token
@@ -377,27 +378,37 @@ class RankProcess(Member):
             self._to_loop.send(WorkFailed(work.flip_id, "not parked for it", restored=True))
             return
         self.group.moment("working")
-        try:
-            yield from self.move(flip)
-        except RestorableError as error:
-            self._to_loop.send(WorkFailed(work.flip_id, str(error), restored=not self.breaks()))
-        except LostError as error:
-            self._to_loop.send(WorkFailed(work.flip_id, str(error), restored=False))
-        else:
-            self.group.moment("verified")
-            self._to_loop.send(WorkDone(work.flip_id, 0, 0))
+        outcome = yield from self.move(flip)
+        said = self.said_of(flip, outcome)
+        if isinstance(said, WorkFailed) and said.restored:
+            self._check_source(flip.flip_id)
+        self._to_loop.send(said)
 
-    def move(self, flip: FlipEntry) -> Work:
+    def said_of(self, flip: FlipEntry, outcome: Outcome) -> WorkDone | WorkFailed:
+        """What the mover is told of the work."""
+        match outcome:
+            case Finished():
+                self.group.moment("verified")
+                return WorkDone(flip.flip_id, 0, 0)
+            case Restored(reason):
+                return WorkFailed(flip.flip_id, reason, restored=True)
+            case Broken(reason):
+                return WorkFailed(flip.flip_id, reason, restored=False)
+
+    def move(self, flip: FlipEntry) -> Worked:
         """Reads what is in force, makes the other layout whole beside it, verifies."""
         assert self.memory is not None
-        yield from self.memory.work(self, flip, self._slip(flip.flip_id))
+        return (yield from self.memory.work(self, flip, self._slip(flip.flip_id)))
 
     def _slip(self, flip_id: FlipId) -> Slip | None:
         odds, rng = self.group.case.odds, self.world.rng
         for rank, slip in self.group.case.slips:
             if (rank, 1) == (self.rank, flip_id):
                 return slip
-        return rng.choice(tuple(Slip)) if odds.fail and rng.random() < odds.fail else None
+        assert self.memory is not None
+        if not odds.fail or rng.random() >= odds.fail:
+            return None
+        return rng.choice((*self.memory.slips, Slip.UNFORESEEN) if odds.breaks else self.memory.slips)
 
     def breaks(self) -> bool:
         """Whether something that has gone wrong cannot be undone."""
@@ -406,15 +417,14 @@ class RankProcess(Member):
 
     def _settle(self, flip: FlipEntry | None, kind: LayoutKind) -> Work:
         assert self.memory is not None and flip is not None
-        try:
-            yield from self.memory.settle(self, flip, kind)
-        except LostError as error:
-            self.world.note(self.name, "exit", str(error))
+        outcome = yield from self.memory.settle(self, flip, kind)
+        if isinstance(outcome, Broken):
+            self.world.note(self.name, "exit", outcome.reason)
             self.world.at(0, None, self.group.crash, self)
             yield (lambda: WAIT,)
 
     def _check_source(self, flip_id: FlipId) -> None:
-        """After an abandoned flip: every row of the layout in force, of the live ones where the others had no pages."""
+        """A layout is said to be whole: every row of it, of the live ones where the others had no pages."""
         assert self.memory is not None
         now, then = self.memory.slots(self.layout), self._before
         runs = self._live if self.memory.is_exclusive else ((0, len(then) // BLOCK_SLOTS),)
@@ -422,5 +432,5 @@ class RankProcess(Member):
             rows = slice(begin * BLOCK_SLOTS, (begin + length) * BLOCK_SLOTS)
             if now[rows] != then[rows]:
                 raise InvariantError(
-                    "source untouched", f"{self.name}: flip {flip_id} is abandoned and its source has changed"
+                    "source untouched", f"{self.name}: flip {flip_id} is undone and its source has changed"
                 )

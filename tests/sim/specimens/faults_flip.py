@@ -34,8 +34,9 @@ from services.core.ids import Epoch, FlipId, Rank
 from services.core.step import AbandonEntry, CommitEntry, FlipEntry, LogEntry
 from services.scheduler.log import GenerationLog
 from tests.sim.case import DEADLINES
+from tests.sim.processes.memory import Worked
 from tests.sim.processes.mover import MoverProcess
-from tests.sim.processes.rank import RankProcess, Work
+from tests.sim.processes.rank import RankProcess
 from tests.sim.processes.scheduler import SchedulerProcess
 from tests.sim.processes.world import MAX_EVENTS
 
@@ -300,9 +301,10 @@ class ReorderedScheduler(SchedulerProcess):
 class InPlaceRank(RankProcess):
     """Writes the destination into the source's rows before everyone has read, and cannot go back."""
 
-    def move(self, flip: FlipEntry) -> Work:
+    def move(self, flip: FlipEntry) -> Worked:
         assert self.memory is not None
         source = self.memory.slots(flip.target.other)
-        yield from super().move(flip)
+        outcome = yield from super().move(flip)
         for begin, length in flip.live_runs:
             source[begin * 16 : (begin + length) * 16] = [None] * (length * 16)
+        return outcome

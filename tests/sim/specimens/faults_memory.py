@@ -2,9 +2,11 @@
 
 from typing import TYPE_CHECKING
 
+from services.core.flip.work_asks import Agree, CheckWeights, HaveWeights, KeepRows, PassRows, WriteKeptRows
+from services.core.flip.work_table import WELL, Answer, Verdict
 from services.core.ids import BLOCK_SLOTS, Epoch, LayoutKind
 from services.core.step import FlipEntry
-from tests.sim.processes.memory import Held, Holder, Memory, Mode, RestorableError, Rows, Slip, Work
+from tests.sim.processes.memory import Answering, Held, Holder, Memory, Mode, Rows, Slip
 from tests.sim.processes.rank import RankProcess
 
 if TYPE_CHECKING:
@@ -12,19 +14,21 @@ if TYPE_CHECKING:
 
 
 class DroppedRowsMemory(Memory):
-    """What was packed of a window is dropped when it is written, although the verdict on it may still be against it."""
+    """What was packed of a batch is dropped when it is written, although the verdict on it may still be against it."""
 
-    def restore(self, kind: LayoutKind, window: range, live: list[int], packed: Rows) -> None:
-        super().restore(kind, window, [], [])
+    def write_kept(self, rank: "Rank", flip: FlipEntry, ask: WriteKeptRows, slip: Slip | None) -> Answering:
+        self._take_pages(ask.layout, self.batch(ask.batch))
+        yield from ()
+        return WELL
 
 
 class UnreadSourceMemory(Memory):
-    """6: a window's pages are given back before all of it is packed."""
+    """6: a batch's pages are given back before all of it is packed."""
 
     def packed(self, kind: LayoutKind, blocks: list[int]) -> Rows:
         if self.is_exclusive and len(blocks) > 1:
             first = super().packed(kind, blocks[:1])
-            self.turn(kind.other, range(blocks[0], blocks[-1] + 1))
+            self._give_up(kind, range(blocks[0], blocks[-1] + 1))
             return first + super().packed(kind, blocks[1:])
         return super().packed(kind, blocks)
 
@@ -32,29 +36,32 @@ class UnreadSourceMemory(Memory):
 class LonelyReturnMemory(Memory):
     """A rank that finds its own pages wrong goes back, and its peers, who found theirs right, do not."""
 
-    def agree(self, rank: "Rank", what: tuple[object, ...], failure: Slip | None) -> Work:
+    def agree(self, rank: "Rank", flip: FlipEntry, ask: Agree, slip: Slip | None) -> Answering:
         assert rank.plane is not None
-        yield (rank.plane.join, rank.rank, what, None)
-        if failure is not None:
-            raise RestorableError(failure.value)
+        yield (rank.plane.join, rank.rank, ("verdict", ask.about.value, ask.batch, flip.flip_id), "")
+        return Answer(Verdict.FAILED_HERE, ask.failure) if ask.failure else WELL
 
 
 class UnsettledMemory(Memory):
     """ABANDON for a rank whose part is done: its weights stay those of the layout that never came."""
 
-    def _settle_weights(self, rank: "Rank", kind: LayoutKind) -> None:
-        return None
+    def have(self, rank: "Rank", flip: FlipEntry, ask: HaveWeights, slip: Slip | None) -> Answering:
+        yield from ()
+        return WELL
 
 
 class HalfReturnedMemory(Memory):
     """What was exchanged is not exchanged back: RESTORED is said of an arena that holds neither layout."""
 
-    def _take_back(self, rank: "Rank", kind: LayoutKind, *, is_damaged: bool) -> None:
-        return None
+    def check(self, rank: "Rank", flip: FlipEntry, ask: CheckWeights, slip: Slip | None) -> Answering:
+        if ask.layout is flip.target:
+            return (yield from super().check(rank, flip, ask, slip))
+        return WELL
 
-    def _settle_weights(self, rank: "Rank", kind: LayoutKind) -> None:
-        if self.held is not None:
-            super()._settle_weights(rank, kind)
+    def have(self, rank: "Rank", flip: FlipEntry, ask: HaveWeights, slip: Slip | None) -> Answering:
+        if self.active is not None:
+            return (yield from super().have(rank, flip, ask, slip))
+        return WELL
 
 
 class SmallPoolMemory(Memory):
@@ -64,13 +71,15 @@ class SmallPoolMemory(Memory):
         super().__init__(mode, kind, num_slots, is_exclusive=is_exclusive)
         self._cut()
 
-    def _move_rows(self, rank: "Rank", flip: FlipEntry, blocks: list[int], slip: Slip | None) -> Work:
-        yield from super()._move_rows(rank, flip, blocks, slip)
+    def pass_rows(self, rank: "Rank", flip: FlipEntry, ask: PassRows, slip: Slip | None) -> Answering:
+        answer = yield from super().pass_rows(rank, flip, ask, slip)
         self._cut()
+        return answer
 
-    def settle(self, rank: "Rank", flip: FlipEntry, kind: LayoutKind) -> Work:
-        yield from super().settle(rank, flip, kind)
+    def keep(self, rank: "Rank", flip: FlipEntry, ask: KeepRows, slip: Slip | None) -> Answering:
+        answer = yield from super().keep(rank, flip, ask, slip)
         self._cut()
+        return answer
 
     def _cut(self) -> None:
         plane = self.planes[LayoutKind.TP]

@@ -11,6 +11,7 @@ from services.core.flip.messages import AbandonReached, EntryReached
 from services.core.ids import LayoutKind, LogIndex
 from services.core.step import FlipEntry, LogEntry, StepPlan
 from tests.sim.processes.data_plane import WAIT
+from tests.sim.processes.memory import Worked
 from tests.sim.processes.rank import RankProcess, Work
 
 BOUND_NS = 100_000
@@ -175,11 +176,12 @@ class LatePassRank(RankProcess):
 class WalkingRank(RankProcess):
     """C: a bound inside the group operation; who walks away takes every peer down."""
 
-    def move(self, flip: FlipEntry) -> Work:
+    def move(self, flip: FlipEntry) -> Worked:
         self._inside = True
         self.world.at(BOUND_NS, self, self._walk_away)
-        yield from super().move(flip)
+        outcome = yield from super().move(flip)
         self._inside = False
+        return outcome
 
     def _walk_away(self) -> None:
         if self._inside:
@@ -260,10 +262,10 @@ class HalfSwitchedRank(RankProcess):
 class NonEmptyRank(RankProcess):
     """X: the first of the live rows is looked at before their number."""
 
-    def move(self, flip: FlipEntry) -> Work:
+    def move(self, flip: FlipEntry) -> Worked:
         begin, _ = flip.live_runs[0]
         assert begin >= 0
-        yield from super().move(flip)
+        return (yield from super().move(flip))
 
 
 class RaisingRank(RankProcess):

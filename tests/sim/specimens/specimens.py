@@ -19,9 +19,11 @@ from tests.sim.focuses import (
     pools_are_full,
     ranks_fail_behind_the_seam,
     rows_are_exchanged,
+    rows_are_wrong_before_pages,
     scheduler_dies_as_flips_follow_each_other,
     scheduler_dies_as_it_asks,
     slow_stages,
+    something_unforeseen_happens,
     the_question_breaks_after_enter,
     weights_are_found_wrong,
     work_fails,
@@ -74,6 +76,15 @@ from tests.sim.specimens.faults_memory import (
     SmallPoolMemory,
     UnreadSourceMemory,
     UnsettledMemory,
+)
+from tests.sim.specimens.faults_work import (
+    EarlyTradeWork,
+    EarlyTrimWork,
+    HopefulRank,
+    HopefulWork,
+    OneBatchBackWork,
+    SkippedVerdictWork,
+    UncomparedWork,
 )
 from tests.sim.specimens.old_ranks import (
     ConsensusRank,
@@ -258,6 +269,43 @@ SPECIMENS = (
     ),
     _specimen(
         "RESTORED said of an arena that is not", ("half a layout",), weights_are_found_wrong, memory=HalfReturnedMemory
+    ),
+    _specimen(
+        "a verdict skipped (W1)",
+        ("collective order", *WEDGED),
+        ranks_fail_behind_the_seam,
+        work=SkippedVerdictWork,
+    ),
+    _specimen(
+        "pages traded before all agreed (W2)",
+        ("collective order", *WEDGED),
+        rows_are_wrong_before_pages,
+        work=EarlyTradeWork,
+    ),
+    _specimen(
+        "RESTORED said without evidence (W3)",
+        ("half a layout", "source untouched", "collective order", *WEDGED),
+        something_unforeseen_happens,
+        work=HopefulWork,
+    ),
+    _specimen(
+        "RESTORED said of what nobody foresaw (W3)",
+        ("half a layout", "source untouched"),
+        something_unforeseen_happens,
+        rank=HopefulRank,
+    ),
+    _specimen(
+        "trimmed before it was verified (W4)",
+        ("half a layout",),
+        ranks_fail_behind_the_seam,
+        work=EarlyTrimWork,
+    ),
+    _specimen("rows not compared (W5)", ("context",), ranks_fail_behind_the_seam, work=UncomparedWork),
+    _specimen(
+        "batches before it stay (W6)",
+        ("half a layout",),
+        ranks_fail_behind_the_seam,
+        work=OneBatchBackWork,
     ),
     _specimen("empty live set (X)", ("raised",), rank=NonEmptyRank),
     _specimen("refusal raised (Y)", ("generation lost",), nothing_fits, rank=RaisingRank),

@@ -3,7 +3,7 @@
 Where both pools fit, both stay resident and nothing of this is needed. Otherwise a flip takes the memory from one range
 and puts it under the other, some blocks at a time: what the one pool holds of them it gives up, then the other one gets
 pages for them. Block ids and views stay valid. Never moves a row and never decides what goes: rows are packed before
-their pages go and scattered after the others have come, by others (private.seam_mover).
+their pages go and scattered after the others have come, by others (batch_mover).
 
 Invariants: a block has pages in one layout at a time, but for pieces that lie across its borders; a pool's pages cover
 the blocks that it is to hold; freshly backed pages read as zero; pages that are not backed are never touched.

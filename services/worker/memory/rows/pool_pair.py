@@ -1,4 +1,4 @@
-"""The KV pools of both layouts of one rank, both resident, and the live rows' way from one to the other.
+"""The KV pools of both layouts of one rank, both backed, and the live rows' way from one to the other.
 
 Ids are equal in both: a row keeps its id for life. A flip reads the pool in force and writes the other one; until
 COMMIT the one in force is whole.
@@ -7,13 +7,16 @@ COMMIT the one in force is whole.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from services.core.flip.work import RowsKind
+from services.core.flip.work_asks import CompareRows, KeepRows, PassRows, ReadRows
+from services.core.flip.work_table import Answer
 from services.core.ids import BLOCK_SLOTS, LayoutKind
 from services.core.layout import Layout, LayoutError
 from services.core.step import FlipEntry
 from services.models.geometry import ModelGeometry
 from services.placement.rows.transfers import RowPlan, kv_holdings, row_plan
 from services.worker.memory.device import HOST, RankDevice
-from services.worker.memory.rank_memory import FlipPlan, Moved, RestorableError
+from services.worker.memory.flip_plan import FlipPlan, NotDoneError, Performs
 from services.worker.memory.rows.kv_cache import Pool
 from services.worker.memory.rows.layout_pool import FLOAT_BYTES, LayoutPool
 from services.worker.memory.rows.row_mover import RowMover
@@ -41,6 +44,9 @@ class _Pending:
 class PoolPair:
     """See RowPools; pools are there from `open` on."""
 
+    kind = RowsKind.PAIR
+    num_batches = 1
+
     def __init__(
         self, geometry: ModelGeometry, layouts: Mapping[LayoutKind, Layout], wire: Wire, device: RankDevice = HOST
     ) -> None:
@@ -49,6 +55,11 @@ class PoolPair:
         self._holdings = {kind: kv_holdings(layout, geometry.num_kv_heads) for kind, layout in layouts.items()}
         self._pending: _Pending | None = None
         self.pools: dict[LayoutKind, LayoutPool] = {}
+
+    @property
+    def performs(self) -> Performs:
+        """See RowPools."""
+        return {ReadRows: self._read, PassRows: self._pass, CompareRows: self._compare, KeepRows: self._keep}
 
     def open(self, num_blocks: int, kind: LayoutKind) -> Mapping[LayoutKind, Pool]:
         """See RowPools."""
@@ -69,7 +80,7 @@ class PoolPair:
         """See RowPools: by touching."""
 
     def plan(self, flip: FlipEntry) -> FlipPlan:
-        """See RowPools: equal hashes mean equal legs."""
+        """See RowPools: equal hashes mean equal transfers."""
         self._pending = None
         num_blocks = self.pools[flip.target].num_blocks
         beyond = [run for run in flip.live_runs if run[0] + run[1] > num_blocks]
@@ -82,15 +93,25 @@ class PoolPair:
         self._pending = _Pending(flip, plan)
         return FlipPlan(plan.hash)
 
-    def move(self, flip: FlipEntry) -> Moved:
-        """See RowPools: a verdict of this rank alone is possible."""
-        if self._pending is None or self._pending.flip != flip:
-            self._mover.refuse(RestorableError(f"flip {flip.flip_id} has no plan here"))
-        assert self._pending is not None
-        return self._mover.move(self._pending.plan, self.pools[flip.target.other], self.pools[flip.target])
+    def obstacle(self, flip: FlipEntry) -> str:
+        """See RowPools: both pools are there, so a plan is all that it takes."""
+        has_plan = self._pending is not None and self._pending.flip == flip
+        return "" if has_plan else f"flip {flip.flip_id} has no plan of rows here"
 
-    def settle(self, kind: LayoutKind) -> None:
-        """See RowPools: the pool of the layout before was never written."""
+    def _read(self, ask: ReadRows) -> None:
+        if self._pending is None:
+            raise NotDoneError("no plan of rows")
+        self._mover.prepare(self._pending.plan, self.pools[ask.toward.other], self.pools[ask.toward])
+
+    def _pass(self, _: PassRows) -> None:
+        self._mover.pass_rows()
+
+    def _compare(self, _: CompareRows) -> Answer | None:
+        return self._mover.compare()
+
+    def _keep(self, _: KeepRows) -> None:
+        """The pool of the layout before was never written."""
+        self._pending = None
 
     def close(self) -> None:
         """See RowPools."""

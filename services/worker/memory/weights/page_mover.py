@@ -5,9 +5,7 @@ size and in the same order at both ends. So no barrier is needed between phases:
 overwrites it begins here, and is written where it goes when that rank is at the same phase.
 """
 
-import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -18,53 +16,40 @@ from services.worker.memory.weights.arena import Arena
 from services.worker.memory.wire import Wire
 
 
-@dataclass(slots=True)
-class Exchanged:
-    """What one rank moved."""
-
-    read_ns: int = 0
-    write_ns: int = 0
-    bytes_received: int = 0
-
-
 class PageMover:
     """One rank's end. Use from the model thread."""
 
     def __init__(self, wire: Wire, arena: Arena) -> None:
         self._wire, self._arena = wire, arena
 
-    def exchange(self, phases: Iterable[Phase]) -> Exchanged:
+    def trade(self, phases: Iterable[Phase]) -> None:
         """All of this rank's moves.
 
         Raises:
             CollectiveError: a wait for a peer ended without it; the arena holds neither layout.
         """
-        done = Exchanged()
         numbers = [[0, 0] for _ in range(self._wire.num_ranks)]
         for phase in phases:
-            began_ns = time.perf_counter_ns()
-            self._arena.move_within(phase)
-            done.write_ns += time.perf_counter_ns() - began_ns
+            with self._wire.tally.timed("write_ns"):
+                self._arena.move_within(phase)
             for peer in partners(self._wire.rank, self._wire.num_ranks):
-                self._meet(peer, phase, numbers[peer], done)
-        return done
+                self._meet(peer, phase, numbers[peer])
 
-    def _meet(self, peer: Rank, phase: Phase, numbers: list[int], done: Exchanged) -> None:
+    def _meet(self, peer: Rank, phase: Phase, numbers: list[int]) -> None:
         """`numbers`: messages sent to and taken from the peer so far."""
-        own = self._wire.rank
+        own, tally = self._wire.rank, self._wire.tally
         outgoing = list(self._messages(move for move in phase if _is(move, own, peer)))
         incoming = list(self._messages(move for move in phase if _is(move, peer, own)))
         for turn, index in turns(len(outgoing), len(incoming)):
-            began_ns = time.perf_counter_ns()
             if turn is Turn.SEND:
-                self._wire.send(outgoing[index], peer, numbers[0])
+                with tally.timed("read_ns"):
+                    self._wire.send(outgoing[index], peer, numbers[0])
                 numbers[0] += 1
-                done.read_ns += time.perf_counter_ns() - began_ns
             else:
-                self._wire.take(incoming[index], peer, numbers[1])
+                with tally.timed("write_ns"):
+                    self._wire.take(incoming[index], peer, numbers[1])
                 numbers[1] += 1
-                done.write_ns += time.perf_counter_ns() - began_ns
-                done.bytes_received += incoming[index].numel()
+                tally.bytes_moved += incoming[index].numel()
 
     def _messages(self, moves: Iterable[PageMove]) -> Iterator[Tensor]:
         """This rank's end of the moves in messages; both ends cut them alike."""
