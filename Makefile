@@ -53,7 +53,7 @@ slow: fetch
 	@$(BIN)/pytest -m slow --timeout 600
 
 test: fetch
-	@$(BIN)/pytest -m "not slow and not gpu"
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow and not gpu" -n 2 --dist loadgroup --no-loadscope-reorder
 
 sim: $(INSTALLED)
 	@$(BIN)/python -m tests.sim.run --seeds $(SEEDS) --first $(FIRST)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.mesh.test_carriers import NAMED_WITHIN_S, RankPool
+from tests.mesh.support.carrier_pool import NAMED_WITHIN_S, RankPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 

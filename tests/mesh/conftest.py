@@ -1,10 +1,14 @@
-"""One mesh of two ranks for all tests that only talk to it; tests that break a mesh start their own."""
+"""One mesh of two ranks for all tests that only talk to it; tests that break a mesh start their own. One oracle."""
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from services.core.errors import ConfigurationError
+from services.models.model_files import resolve_model
 from tests.mesh.support.flipping import ASKS, bench_of
 from tests.mesh.support.meshes import Mesh, started
 from tools.load.load import Heard
@@ -31,3 +35,24 @@ def control(mesh: Mesh) -> list[Heard]:
     first, second = asyncio.run(ask())
     assert not (faults := control_faults(first, second)), faults
     return first
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    """The default model's file."""
+    try:
+        return resolve_model("SmolLM2-135M-Instruct")
+    except ConfigurationError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def reference(model: Path) -> Iterator[Any]:
+    """The default model as transformers' own, in float32."""
+    import torch
+
+    from tools.bench.transformers_llama import load_llama
+
+    threads = torch.get_num_threads()
+    yield load_llama(model)
+    torch.set_num_threads(threads)

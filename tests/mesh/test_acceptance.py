@@ -18,6 +18,7 @@ from tools.mesh_client import MeshClient
 RUN_S = 160.0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_the_promise_is_kept(tmp_path: Path) -> None:
     config, document, page = tmp_path / "mesh.toml", tmp_path / "run.json", tmp_path / "run.html"
@@ -53,6 +54,7 @@ def test_a_run_without_a_flip_is_not_accepted(mesh: Mesh, tmp_path: Path) -> Non
     assert mesh.command("policy", "manual").stdout.startswith("manual -> "), "the mode before is set again"
 
 
+@pytest.mark.slow
 async def test_figures_of_one_layout(mesh: Mesh) -> None:
     client = MeshClient(load_settings(mesh.config))
     try:

@@ -40,7 +40,13 @@ def test_status_knows_every_process(mesh: Mesh) -> None:
     assert status["processes"]["scheduler"]["scheduler"]["layout"] == "LAYOUT_KIND_TP"
 
 
-@pytest.mark.parametrize(("num_ranks", "layout", "carrier"), [(3, "pp", "shm"), (1, "tp", "shm"), (2, "pp", "gloo")])
+CUTS = [
+    (3, "pp", "gloo"),
+    *(pytest.param(*cut, marks=pytest.mark.slow) for cut in ((3, "pp", "shm"), (1, "tp", "shm"))),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "layout", "carrier"), CUTS)
 def test_the_answer_is_the_same_however_the_model_is_cut(
     mesh: Mesh, tmp_path: Path, num_ranks: int, layout: str, carrier: str
 ) -> None:
@@ -54,7 +60,7 @@ def test_the_answer_is_the_same_however_the_model_is_cut(
         assert told == (other.state / "run" / "router.grpc").read_text().strip() != "127.0.0.1:0"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_the_end_of_honcho_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
     with started(tmp_path, policy={"mode": "manual"}) as mesh:
         pidfds = [open_pid(pid) for pid, _ in processes_with(str(mesh.config))]

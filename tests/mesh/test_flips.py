@@ -12,24 +12,30 @@ from flipmesh.mover.v1 import mover_service_pb2
 
 from services.core.ids import LayoutKind
 from services.mesh.codec.common import layout_to_proto
-from tests.mesh.support.flipping import ASKS, PP, TP, Bench, bench_of, flip_until_ended, hold_answers, stopped
+from tests.mesh.support.flipping import (
+    ASKS,
+    LONG_TOKENS,
+    PP,
+    TP,
+    Bench,
+    bench_of,
+    flip_until_ended,
+    hold_answers,
+    long_ask,
+    stopped,
+)
 from tests.mesh.support.meshes import Mesh, started
 from tools.load.load import Ask, Heard
 
 log = logging.getLogger(__name__)
-LONG_TOKENS = 1200
 TEN_MS = 0.01
+CACHED_TOKENS = 400
 
 
 @pytest.fixture
 async def bench(mesh: Mesh) -> AsyncIterator[Bench]:
     async with bench_of(mesh) as bench:
         yield bench
-
-
-def long_ask(first: int, max_tokens: int = 8) -> Ask:
-    """A prompt of a thousand tokens or more, unlike any other `first`'s from its first block on."""
-    return Ask(" ".join(f"{number}" for number in range(first, first + LONG_TOKENS // 4)), max_tokens)
 
 
 async def test_answers_hold_across_flips_both_ways(bench: Bench, control: list[Heard]) -> None:
@@ -46,6 +52,7 @@ async def test_answers_hold_across_flips_both_ways(bench: Bench, control: list[H
     assert all(record.bytes_moved == 0 for record in records), "shared mode moves no byte"
 
 
+@pytest.mark.slow
 async def test_three_ranks_and_a_full_pool(tmp_path: Path, control: list[Heard]) -> None:
     """T, V: eight streams that do not fit together, so that some are preempted, and every block lives at a flip."""
     num_blocks, num_tokens = 12, 30
@@ -77,13 +84,13 @@ async def test_a_partly_prefilled_prompt_is_carried(bench: Bench) -> None:
 
 @pytest.mark.parametrize("kind", list(LayoutKind))
 async def test_prefixes_of_the_other_layout_are_hits(bench: Bench, kind: LayoutKind) -> None:
-    ask = long_ask(2000 if kind is PP else 3000, max_tokens=16)
+    ask = long_ask(2000 if kind is PP else 3000, max_tokens=16, num_tokens=CACHED_TOKENS)
     await bench.flip_to(kind)
     [cold] = await bench.ask([ask])
     await bench.flip_to(kind.other)
     [warm] = await bench.ask([ask])
     assert (cold.num_cached_tokens, warm.token_ids) == (0, cold.token_ids)
-    assert warm.num_cached_tokens >= LONG_TOKENS // 2
+    assert warm.num_cached_tokens >= CACHED_TOKENS // 2
     await bench.flip_to(TP)
 
 

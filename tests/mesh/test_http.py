@@ -122,6 +122,7 @@ async def test_closing_the_connection_frees_its_place(mesh: Mesh, stream: bool) 
         await until(0)
 
 
+@pytest.mark.slow
 def test_a_killed_scheduler_is_not_seen_by_the_client(tmp_path: Path) -> None:
     """P1.10, P2.25"""
     body = chat(max_tokens=60, ignore_eos=True, stream=True)

@@ -1,26 +1,19 @@
 """Flips of a real mesh whose ranks own their memory: rows move between processes, and answers are those without."""
 
 import asyncio
-import logging
 import os
 import signal
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from flipmesh.mover.v1 import mover_service_pb2
 
 from services.core.ids import Rank
 from services.mesh.codec.common import layout_to_proto
-from tests.mesh.support.flipping import ASKS, PP, TP, Bench, bench_of, flip_until_ended, hold_answers
+from tests.mesh.support.flipping import ASKS, PP, TP, bench_of, flip_until_ended, hold_answers
 from tests.mesh.support.meshes import Mesh, started
-from tests.mesh.test_flips import LONG_TOKENS, long_ask
-from tools.load.load import Heard, Load
-
-log = logging.getLogger(__name__)
-HEAD_BLOCK_BYTES = 2 * 16 * 64 * 4
-"""Of SmolLM2-135M: one block of one KV head in one layer; it has 30 layers of 3 heads."""
+from tests.mesh.support.moving import HEAD_BLOCK_BYTES, flip_some, moved_prefix, reported
+from tools.load.load import Heard
 
 
 @pytest.fixture(scope="module")
@@ -28,23 +21,6 @@ def private_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     directory = tmp_path_factory.mktemp("dual")
     with started(directory, group={"mode": "dual"}, policy={"mode": "manual"}) as mesh:
         yield mesh
-
-
-def reported(records: Sequence[mover_service_pb2.FlipRecord]) -> None:
-    """The figures of these flips, into the log."""
-    for record in records:
-        parts = [(work.read_ns / 1e6, work.write_ns / 1e6, work.verify_ns / 1e6) for work in record.ranks]
-        log.info(
-            "flip %d to %d: %d blocks, %d bytes; read, write, verify by rank in ms: %s",
-            record.flip_id,
-            record.target,
-            record.num_live_blocks,
-            record.bytes_moved,
-            [tuple(round(part, 2) for part in rank) for rank in parts],
-        )
-    paused = [record.pause_ns / 1e6 for record in records if record.HasField("pause_ns")]
-    if paused:
-        log.info("pauses: %s, median %.1f ms", [round(pause, 1) for pause in paused], statistics.median(paused))
 
 
 async def test_answers_hold_while_rows_move_between_ranks(private_mesh: Mesh, control: list[Heard]) -> None:
@@ -62,51 +38,20 @@ async def test_answers_hold_while_rows_move_between_ranks(private_mesh: Mesh, co
         reported(records)
 
 
-@pytest.mark.parametrize("kind", [PP, TP])
+@pytest.mark.parametrize("kind", [PP, pytest.param(TP, marks=pytest.mark.slow)])
 async def test_prefixes_that_moved_are_hits(private_mesh: Mesh, kind: object) -> None:
     async with bench_of(private_mesh) as bench:
         await moved_prefix(bench, 2000 if kind is PP else 3000, to_pp=kind is TP)
-
-
-async def moved_prefix(bench: Bench, first: int, *, to_pp: bool) -> None:
-    """Asks in one layout, flips, asks again: the second time the rows are those that moved."""
-    ask = long_ask(first, max_tokens=16)
-    before, after = (TP, PP) if to_pp else (PP, TP)
-    await bench.flip_to(before)
-    [cold] = await bench.ask([ask])
-    answer = await bench.flip(after)
-    assert answer.committed
-    [warm] = await bench.ask([ask])
-    assert (cold.num_cached_tokens, warm.token_ids) == (0, cold.token_ids)
-    assert warm.num_cached_tokens >= LONG_TOKENS // 2
-    record = await bench.record(answer.flip_id)
-    assert record.bytes_moved >= LONG_TOKENS // 2 // 16 * 15 * 3 * HEAD_BLOCK_BYTES
-    reported([record])
-
-
-NUM_FLIPS = 6
-"""While streams run: where weights are copied or exchanged besides, more would only take longer."""
-
-
-async def flip_some(bench: Bench, load: Load) -> list[mover_service_pb2.FlipRecord]:
-    """Flips to and fro while the streams run, both ways; the flips' records."""
-    records = []
-    for _ in range(NUM_FLIPS):
-        assert not load.has_ended
-        answer = await bench.flip((await bench.layout()).other)
-        assert answer.committed, answer.reason
-        records.append(await bench.record(answer.flip_id))
-    reported(records)
-    return records
 
 
 WEIGHTS_BYTES = 30_000_000
 """Less than what a flip between two even layouts of SmolLM2-135M brings to both ranks together."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "carrier"),
-    [(2, "shm"), pytest.param(3, "shm", marks=pytest.mark.slow), pytest.param(2, "gloo", marks=pytest.mark.slow)],
+    [(2, "shm"), (3, "shm"), (2, "gloo")],
 )
 async def test_answers_hold_while_weights_move_as_well(
     tmp_path: Path, control: list[Heard], num_ranks: int, carrier: str

@@ -14,15 +14,14 @@ from services.worker.participation import Worked, WorkLost
 from tests.mesh.support.flipping import ASKS, PP, TP, bench_of, hold_answers
 from tests.mesh.support.logits_keeper import LogitsKeeper
 from tests.mesh.support.meshes import started
+from tests.mesh.support.moving import flip_some, moved_prefix
+from tests.mesh.support.reference_logits import LIMITS, PROMPT, check
 from tests.mesh.support.row_oracle import change_a_byte, everywhere, fill_rows, flip, hold_rows, poison_rows
-from tests.mesh.test_logits import LIMITS, PROMPT, check, model, reference
-from tests.mesh.test_private_flips import flip_some, moved_prefix
 from tests.support.private_group import runs
 from tools.bench.log_driver import LogDriver
 from tools.bench.rank_processes import GroupSpec, RankCall, rank_processes
 from tools.load.load import Heard
 
-__all__ = ["model", "reference"]
 pytestmark = pytest.mark.timeout(300)
 NUM_BLOCKS = 70
 """More than the longest period of the vectors here."""
@@ -104,7 +103,8 @@ def test_every_live_row_keeps_its_bits_there_and_back(model: Path, cut: Cut) -> 
                 everywhere(ranks, RankCall(hold_rows, (target, seed, live)))
 
 
-@pytest.mark.parametrize("mode", ["dual", pytest.param("exchange", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["dual", "exchange"])
 def test_a_byte_changed_between_processes_is_caught(model: Path, reference: Any, mode: OwnedMode) -> None:
     """The layout before serves on, and the next attempt commits."""
     cut = Cut(mode, [15, 15], [1.0, 1.0], [1, 2])

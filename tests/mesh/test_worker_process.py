@@ -89,25 +89,14 @@ async def test_a_log_is_executed_and_its_end_is_the_end_of_the_process(
 
 
 async def test_a_stream_that_breaks_ends_the_process(tiny: tuple[Path, TinyLlama], tmp_path: Path) -> None:
-    with workers(tmp_path, tiny[0], 2) as group:
+    with workers(tmp_path, tiny[0], 1) as group:
         async with step_log(group) as log:
             await open_log(log)
-        assert await asyncio.to_thread(group.exit_codes) == [EX_GENERATION_ENDED] * 2
-
-
-async def test_one_log_in_the_life_of_a_process(tiny: tuple[Path, TinyLlama], tmp_path: Path) -> None:
-    with workers(tmp_path, tiny[0], 1) as group:
-        async with step_log(group) as log, step_log(group) as second:
-            await open_log(log)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await second.streams[0].read()
-            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-            await log.write(prefill())
-            assert len(await log.reports(0, 1)) == 1
+        assert await asyncio.to_thread(group.exit_codes) == [EX_GENERATION_ENDED]
 
 
 async def test_a_broken_log_is_answered_by_a_fault(tiny: tuple[Path, TinyLlama], tmp_path: Path) -> None:
-    with workers(tmp_path, tiny[0], 2) as group:
+    with workers(tmp_path, tiny[0], 1) as group:
         async with step_log(group) as log:
             await open_log(log)
             await log.write(prefill(), sequence=9)
@@ -115,7 +104,7 @@ async def test_a_broken_log_is_answered_by_a_fault(tiny: tuple[Path, TinyLlama],
             assert fault.kind == pb.FAULT_KIND_PROTOCOL
             assert (fault.rank, fault.sequence) == (0, 9)
             assert "sequence 2 expected, got 9" in fault.message
-        assert await asyncio.to_thread(group.exit_codes) == [EX_GENERATION_ENDED] * 2
+        assert await asyncio.to_thread(group.exit_codes) == [EX_GENERATION_ENDED]
 
 
 async def test_a_killed_peer_is_a_fault_of_the_others(tiny: tuple[Path, TinyLlama], tmp_path: Path) -> None:
@@ -145,10 +134,13 @@ async def test_a_worker_without_a_log_stops_at_once(tiny: tuple[Path, TinyLlama]
             assert await stopped(group) == [0]
 
 
-async def test_a_worker_with_a_log_waits_for_its_end(tiny: tuple[Path, TinyLlama], tmp_path: Path) -> None:
+async def test_a_worker_has_one_log_and_waits_for_its_end(tiny: tuple[Path, TinyLlama], tmp_path: Path) -> None:
     with workers(tmp_path, tiny[0], 1) as group:
-        async with step_log(group) as log:
+        async with step_log(group) as log, step_log(group) as second:
             await open_log(log)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await second.streams[0].read()
+            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
             group.processes[0].send_signal(signal.SIGTERM)
             await log.write(prefill())
             assert len(await log.reports(0, 1)) == 1

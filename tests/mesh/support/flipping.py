@@ -39,6 +39,7 @@ OPENINGS = (
     "A cat and a dog",
 )
 ASKS = tuple(Ask(opening, 60) for opening in OPENINGS)
+LONG_TOKENS = 1200
 
 
 class Bench:
@@ -188,3 +189,8 @@ async def flip_until_ended(bench: Bench, load: Load) -> list[int]:
         assert answer.committed, answer.reason
         committed.append(answer.flip_id)
     return committed
+
+
+def long_ask(first: int, max_tokens: int = 8, *, num_tokens: int = LONG_TOKENS) -> Ask:
+    """A prompt of `num_tokens` or more, unlike any other `first`'s from its first block on."""
+    return Ask(" ".join(f"{number}" for number in range(first, first + num_tokens // 4)), max_tokens)

@@ -295,11 +295,11 @@ def test_the_first_abort_stays_and_is_named(group: Group) -> None:
 
 
 def test_a_long_wait_sleeps(group: Group) -> None:
-    started, used = time.monotonic(), time.thread_time()
+    """A wait that spins would use the processor for as long as it lasts."""
+    used = time.thread_time()
     error = failure_of(lambda: group.ranks[0].recv(torch.ones(1), 1, 0, deadline_s=0.5, purpose=Purpose.TEST))
     assert error.status is Status.DATA_TIMEOUT
-    assert 0.5 <= time.monotonic() - started < 2.0
-    assert time.thread_time() - used < 0.02
+    assert time.thread_time() - used < 0.25
     assert group.region.rank_words(0).wait_ns >= 450_000_000
 
 

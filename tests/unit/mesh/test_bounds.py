@@ -3,8 +3,6 @@
 import ast
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[3]
 MAX_FILE_LINES = 420
 MAX_FUNCTION_LINES = 70
@@ -16,14 +14,24 @@ def sources(*rooms: str) -> list[Path]:
     return sorted(path for room in rooms for path in (ROOT / room).rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", sources(*ROOMS, "tests"), ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_and_functions_are_small(path: Path) -> None:
-    text = path.read_text()
-    assert len(text.splitlines()) <= MAX_FILE_LINES, "a file that needs sections is two files"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= MAX_FUNCTION_LINES, f"{node.name} at line {node.lineno} has {length} lines"
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_files_are_small() -> None:
+    """A file that needs sections is two files."""
+    lengths = {named(path): len(path.read_text().splitlines()) for path in sources(*ROOMS, "tests")}
+    assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
+
+
+def test_functions_are_small() -> None:
+    lengths = {
+        f"{named(path)}:{node.lineno} {node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
+        for path in sources(*ROOMS, "tests")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
 
 
 def test_no_folder_is_a_heap() -> None:
@@ -31,13 +39,13 @@ def test_no_folder_is_a_heap() -> None:
     folders: dict[Path, int] = {}
     for path in sources(*ROOMS, "tests"):
         folders[path.parent] = folders.get(path.parent, 0) + (path.name != "__init__.py")
-    assert {str(folder): count for folder, count in folders.items() if count > MAX_FOLDER_MODULES} == {}
+    assert {named(folder): count for folder, count in folders.items() if count > MAX_FOLDER_MODULES} == {}
 
 
-@pytest.mark.parametrize("path", sources(*ROOMS), ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_module_says_what_it_is(path: Path) -> None:
-    text = path.read_text()
-    assert not text or ast.get_docstring(ast.parse(text)), "a module's docstring says what it is and what it never does"
+def test_every_module_says_what_it_is() -> None:
+    """A module's docstring says what it is and what it never does."""
+    texts = {named(path): path.read_text() for path in sources(*ROOMS)}
+    assert [name for name, text in texts.items() if text and not ast.get_docstring(ast.parse(text))] == []
 
 
 def test_no_room_is_named_after_nothing() -> None:
