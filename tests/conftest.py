@@ -15,7 +15,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One file's tests share what they set up; whole meshes run one after the other, since each wants every core."""
     for item in items:
         path = item.nodeid.partition("::")[0]
-        is_mesh = path.startswith(WHOLE_MESHES) and not path.endswith(
-            tuple(f"test_{name}.py" for name in OF_ONE_PROCESS)
-        )
+        is_mesh = path.startswith(WHOLE_MESHES) and not path.endswith(OF_ONE_PROCESS)
         item.add_marker(pytest.mark.xdist_group("meshes" if is_mesh else path))

@@ -29,7 +29,7 @@ from services.mesh.settings.tables import Settings, load_settings
 from services.mesh.supervisor.regions import Regions
 from services.mesh.supervisor.restart_policy import RestartPolicy
 from services.mesh.supervisor.supervised import Child, describe_exit, start
-from services.mesh.supervisor.watched_parents import Guardian, OrphanedError, watch_guardians
+from services.mesh.supervisor.watched_parents import OrphanedError, WatchedParent, watch_parents
 
 GROUP_SERVICE = "worker"
 GROUP_GRACE_S = 1.0
@@ -74,14 +74,14 @@ class Supervisor:
         self._killed = False
         self._num_starts = 0
         self._last_exit: dict[str, Any] | None = None
-        self._lost: Guardian | None = None
+        self._lost: WatchedParent | None = None
         self._exit_code: int | None = None
 
-    def run(self, guardians: Sequence[Guardian]) -> int:
-        """Supervises until told to end, or until its guardians do; returns the exit code."""
+    def run(self, parents: Sequence[WatchedParent]) -> int:
+        """Supervises until told to end, or until its parents do; returns the exit code."""
         self._watch_signals()
-        for guardian in guardians:
-            self._selector.register(guardian.pidfd, selectors.EVENT_READ, guardian)
+        for parent in parents:
+            self._selector.register(parent.pidfd, selectors.EVENT_READ, parent)
         self._start_all()
         while self._exit_code is None:
             timeout_s = None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
@@ -89,7 +89,7 @@ class Supervisor:
                 self._on_ready(key.data)
             if self._deadline_s is not None and time.monotonic() >= self._deadline_s:
                 self._on_deadline()
-        self._clean_up(guardians)
+        self._clean_up(parents)
         return self._exit_code
 
     def _watch_signals(self) -> None:
@@ -102,11 +102,11 @@ class Supervisor:
             signal.signal(number, _leave_to_wakeup)
         self._selector.register(self._signals, selectors.EVENT_READ, None)
 
-    def _on_ready(self, source: Child | Guardian | None) -> None:
+    def _on_ready(self, source: Child | WatchedParent | None) -> None:
         match source:
             case Child():
                 self._on_child_ended(source)
-            case Guardian():
+            case WatchedParent():
                 self._selector.unregister(source.pidfd)
                 self._lost = source
                 self._end(f"{source.role} (process {source.pid}) ended")
@@ -216,13 +216,13 @@ class Supervisor:
         for child in self._children:
             child.signal(number)
 
-    def _clean_up(self, guardians: Sequence[Guardian]) -> None:
+    def _clean_up(self, parents: Sequence[WatchedParent]) -> None:
         self._remove_published()
         self._paths.supervisor_state(self._service).unlink(missing_ok=True)
         self._say(Level.INFO, "ended", {"code": self._exit_code})
         if self._lost is not None and self._lost.role == "honcho":
             # Honcho's runner has nobody left to report to, ignores every other signal and may hang in reporting.
-            runner = next(guardian for guardian in guardians if guardian.role == "parent")
+            runner = next(parent for parent in parents if parent.role == "parent")
             signal.pidfd_send_signal(runner.pidfd, signal.SIGKILL)
 
     def _remove_published(self) -> None:
@@ -269,7 +269,7 @@ def main() -> int:
     service: str = arguments.service
     os.umask(0o077)
     try:
-        guardians = watch_guardians(service)
+        parents = watch_parents(service)
         settings = load_settings()
         paths = StatePaths(settings.state.dir)
         paths.create()
@@ -280,4 +280,4 @@ def main() -> int:
     except OrphanedError as error:
         os.write(2, f"{service}: not started: {error}\n".encode())
         return 1
-    return Supervisor(service, arguments.module or f"services.{service}", settings, paths).run(guardians)
+    return Supervisor(service, arguments.module or f"services.{service}", settings, paths).run(parents)

@@ -16,7 +16,7 @@ HONCHO_NAME = "HONCHO_PROCESS_NAME"
 
 
 @dataclass(frozen=True, slots=True)
-class Guardian:
+class WatchedParent:
     """A process without which the supervisor has no reason to be."""
 
     role: str
@@ -25,10 +25,10 @@ class Guardian:
 
 
 class OrphanedError(Exception):
-    """A guardian had ended before it could be watched."""
+    """A parent had ended before it could be watched."""
 
 
-def watch_guardians(service: str) -> list[Guardian]:
+def watch_parents(service: str) -> list[WatchedParent]:
     """Opens what is to be watched: the parent, then honcho if it runs this line.
 
     A parent outside the pid namespace (pid 0) cannot be watched and is left out. Raises `OrphanedError`.
@@ -36,21 +36,21 @@ def watch_guardians(service: str) -> list[Guardian]:
     parent = os.getppid()
     if parent == 0:
         return []
-    guardians = [Guardian("parent", parent, _open(parent))]
+    parents = [WatchedParent("parent", parent, _open(parent))]
     if os.getppid() != parent:
         raise OrphanedError("the parent ended while this process was starting")
     if os.environ.get(HONCHO_NAME, "").partition(".")[0] == service:
-        guardians.append(_watch_honcho(parent))
-    return guardians
+        parents.append(_watch_honcho(parent))
+    return parents
 
 
-def _watch_honcho(runner: int) -> Guardian:
+def _watch_honcho(runner: int) -> WatchedParent:
     """The runner is a fork without an exec, so honcho is the parent that has the runner's own command line."""
     honcho = _parent_of(runner)
     pidfd = _open(honcho)
     if _parent_of(runner) != honcho or _command_of(runner) != _command_of(honcho):
         raise OrphanedError("honcho ended while this process was starting")
-    return Guardian("honcho", honcho, pidfd)
+    return WatchedParent("honcho", honcho, pidfd)
 
 
 def _open(pid: int) -> int:
