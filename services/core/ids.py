@@ -7,7 +7,7 @@ RequestId = NewType("RequestId", str)
 """Made by the router; unique among its open requests."""
 
 RequestIndex = NewType("RequestIndex", int)
-"""Place in every rank's resident table, in [0, max_resident_requests); reused once released."""
+"""Place in every rank's request table, in [0, max_resident_requests); reused once released."""
 
 BlockId = NewType("BlockId", int)
 """One block of `BLOCK_SLOTS` slots, in [0, num_blocks); the same id in both layouts."""

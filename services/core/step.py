@@ -2,6 +2,13 @@
 
 Rows are parallel lists, so that a rank turns them into arrays without a loop over rows. The log is the only order: an
 entry never depends on anything a rank decides.
+
+Every position, count and block in a plan is **absolute** today: the scheduler has counted on each earlier step's one
+token. When proposals are verified, how many are accepted is known on the device before it is known in the log, so what
+counts from a request's last accepted token becomes relative: `row_start` (then an offset from it), and with it the
+place of the sampled tokens. What will stay absolute: indexes of requests and rows, block tables (blocks are given ahead
+for the most that may be accepted), `tokens_through`, `dead_from`. A request may then have several rows in one step, so
+nothing may take a row for a request.
 """
 
 from dataclasses import dataclass, field
@@ -27,22 +34,23 @@ class AdmittedRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One model step: deltas of the resident table, then the rows. Lists of one group are parallel."""
+    """One model step: deltas of the request table, then the rows. Lists of one group are parallel."""
 
     microbatch: int = 0
     released: list[RequestIndex] = field(default_factory=list)
     """Applied before `admitted`."""
     admitted: list[AdmittedRequest] = field(default_factory=list)
     block_request_index: list[RequestIndex] = field(default_factory=list)
-    """Blocks appended to block tables before the step: whose, at which place of the table, which."""
+    """Blocks appended to block tables before the step: whose, at which place of the table, which. Absolute."""
     block_position: list[int] = field(default_factory=list)
     block_id: list[BlockId] = field(default_factory=list)
     row_request_index: list[RequestIndex] = field(default_factory=list)
-    """A row computes tokens [start, start + num_tokens) of one request; no request has two rows."""
+    """A row computes tokens [start, start + num_tokens) of one request; no request has two rows yet."""
     row_start: list[int] = field(default_factory=list)
+    """Position in the request's prompt and output together; absolute."""
     row_num_tokens: list[int] = field(default_factory=list)
     sampled_row: list[int] = field(default_factory=list)
-    """Indexes of the rows that sample the token after their last one, rising."""
+    """Indexes of the rows that sample the token after their last one, rising. Of rows, never of requests."""
     tokens_through: LogIndex | None = None
     """The newest step whose sampled ids this one reads; all up to it are applied first."""
     dead_from: BlockId | None = None

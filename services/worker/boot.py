@@ -20,6 +20,7 @@ from services.core.ids import LayoutKind, Rank
 from services.core.layout import Layout, LayoutError
 from services.mesh.settings.paths import StatePaths
 from services.mesh.settings.tables import Settings
+from services.models.compute_type import ComputeType
 from services.models.geometry import ModelGeometry
 from services.models.gguf import GgufMetadata
 from services.models.model_files import ModelFiles, open_model
@@ -48,7 +49,8 @@ SWITCH_INTERVAL_S = 0.0001
 one decode step beside a loop that is busy 4 ms of 5: 74 ms at the interpreter's own 5 ms, 45 at 0.5, 27 at 0.1, 41 at
 0.02 (11 with an idle loop); bursts of 0.2 ms cost nothing at any of them."""
 
-FLOAT_BYTES = 4
+COMPUTE_TYPE = ComputeType.FLOAT32
+"""Of activations and rows: what both backends of today serve."""
 TOKENS_KEY = "tokenizer.ggml.tokens"
 
 
@@ -182,7 +184,7 @@ def num_valid_ids(files: ModelFiles) -> int:
 
 def region_shape(settings: Settings, geometry: ModelGeometry) -> RegionShape:
     """The data plane's sizes, the same on every rank because they follow from configuration and model alone."""
-    message_bytes = settings.scheduler.max_batch_rows * geometry.hidden_size * FLOAT_BYTES
+    message_bytes = settings.scheduler.max_batch_rows * geometry.hidden_size * COMPUTE_TYPE.num_bytes
     if settings.group.mode != "shared":
         message_bytes = max(message_bytes, least_message_bytes(geometry))
     return RegionShape(

@@ -47,7 +47,7 @@ def as_on_cuda(spec: GroupSpec, rank: Rank, fds: Mapping[str, int]) -> tuple[Car
 
 
 def _bounds(spec: GroupSpec) -> GlooBounds:
-    return GlooBounds(max_rows=spec.limits.max_resident_requests, num_board_steps=2 * MAX_UNREAD_STEPS)
+    return GlooBounds(spec.limits.max_resident_requests, spec.deadline_s, num_board_steps=2 * MAX_UNREAD_STEPS)
 
 
 class LogitsLog:

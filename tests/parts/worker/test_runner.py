@@ -16,6 +16,7 @@ from services.models.model_files import ModelFiles, open_model
 from services.worker.steps.pipeline import MAX_UNREAD_STEPS, StepPipeline
 from tests.support.rank_threads import Group, group_of
 from tests.support.tiny_llama import TinyLlama, TinyShape, write_gguf
+from tools.bench.log_driver import RanksDisagreeError
 
 PROMPT = [(7 * i * i + 3 * i) % 131 for i in range(40)]
 
@@ -85,6 +86,41 @@ def test_a_request_lives_across_committed_and_abandoned_flips(
         flip(group, LayoutKind.PP, commit=True)
         group.log.decode([0], 6)
         check_greedy(model, group.log.requests[0], 40, 16)
+
+
+def test_every_sampled_id_is_taken_when_a_flip_parks(tiny: tuple[ModelFiles, TinyLlama]) -> None:
+    """Law 4: nothing is owed on any channel."""
+    with group_of(tiny[0], 2) as group:
+        group.log.reset(LayoutKind.PP, 64, 8, 256)
+        group.log.prefill({0: PROMPT}, 16)
+        group.log.decode([0], 3)
+        assert all(steps.num_unread for steps in steps_of(group))
+        group.log.write(FlipEntry(FlipId(1), LayoutKind.TP, ((BlockId(0), 64),)))
+        group.log.answers()
+        for steps in steps_of(group):
+            assert steps.num_unread == 0
+            known = int(steps.table.num_tokens[0])
+            assert steps.table.tokens_RC[0, :known].tolist() == group.log.requests[0]
+
+
+def test_an_outcome_with_ids_still_to_be_taken_ends_the_rank(
+    tiny: tuple[ModelFiles, TinyLlama], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with group_of(tiny[0], 1) as group:
+        group.log.reset(LayoutKind.PP, 64, 8, 256)
+        group.log.prefill({0: PROMPT}, 40)
+        monkeypatch.setattr(StepPipeline, "read_tokens", lambda *arguments: None)
+        with pytest.raises(AssertionError, match="every sampled id is taken"):
+            flip(group, LayoutKind.TP, commit=False)
+
+
+def test_a_block_that_one_rank_has_otherwise_is_noticed_when_it_is_written(tiny: tuple[ModelFiles, TinyLlama]) -> None:
+    with group_of(tiny[0], 2) as group:
+        group.log.reset(LayoutKind.PP, 64, 8, 256)
+        group.log.prefill({0: PROMPT}, 16)
+        steps_of(group)[1].table.blocks_RB[0, 2] ^= 1
+        with pytest.raises(RanksDisagreeError, match="equal ones expected"):
+            group.log.decode([0], 1)
 
 
 def test_a_step_while_parked_is_refused(tiny: tuple[ModelFiles, TinyLlama]) -> None:
