@@ -43,6 +43,10 @@ class RankWeights(Protocol):
     def performs(self) -> Performs:
         """The asks of a flip that are about weights."""
 
+    @property
+    def usable(self) -> frozenset[LayoutKind]:
+        """Layouts whose every byte is known to be here now."""
+
     def of(self, kind: LayoutKind) -> Weights:
         """The weights of this rank's share under a layout; there while it is in force."""
 
@@ -75,6 +79,11 @@ class RankMemory:
     def weights_bytes(self) -> int:
         """What this rank maps or owns of the weights."""
         return self._weights.num_bytes
+
+    @property
+    def usable(self) -> frozenset[LayoutKind]:
+        """Layouts whose weights are here now and whose rows may be written."""
+        return self._weights.usable & self.rows.usable
 
     def weights(self, kind: LayoutKind) -> Weights:
         """The weights of this rank's share under a layout."""

@@ -11,6 +11,7 @@ from enum import StrEnum
 from services.core.ids import LayoutKind, Rank
 from services.core.layout import Layout
 from services.core.log import LogFollower
+from services.worker.memory.rank_memory import RankMemory
 from services.worker.memory.rows.kv_cache import Pool
 from services.worker.model.stage import Stage, StageSpec
 from services.worker.steps.inputs import StepBuffers
@@ -26,6 +27,7 @@ class LayoutPart(StrEnum):
     PEERS = "the stage's peers"
     POOL = "the KV pool"
     BUFFERS = "the step buffers"
+    MEMORY = "the memory of weights and rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,9 @@ class ActiveLayout:
         """The other set of views; no byte moves."""
         self.kind = kind
 
-    def evidence(self, rank: Rank, follower: LogFollower, pools: Mapping[LayoutKind, Pool]) -> Evidence:
+    def evidence(
+        self, rank: Rank, follower: LogFollower, memory: RankMemory, pools: Mapping[LayoutKind, Pool]
+    ) -> Evidence:
         """What each part of the view in use was made for, by what is in it and not by where it was found."""
         view, layouts = self.view, {kind: own.layout for kind, own in self.views.items()}
         spec, peers = view.spec, view.spec.peers
@@ -69,6 +73,7 @@ class ActiveLayout:
             ),
             LayoutPart.POOL: frozenset(kind for kind, pool in pools.items() if pool is view.pool),
             LayoutPart.BUFFERS: frozenset((view.buffers.layout,)),
+            LayoutPart.MEMORY: memory.usable,
         }
 
 

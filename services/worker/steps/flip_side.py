@@ -59,21 +59,22 @@ class FlipSide:
 
     def commit(self, commit: CommitEntry, sequence: LogIndex) -> Switched:
         """Switches, and proves it. Raises `HalfSwitchedError` where something is of the layout before."""
-        active, follower = self._steps.active, self._follower
-        assert follower.epoch is not None, "a flip is an entry of an epoch"
-        active.switch(commit.layout)
-        check_parts(LayoutPart, active.evidence(self._rank, follower, self._pools), commit.layout, follower.epoch)
+        self._steps.active.switch(commit.layout)
         self._records.write(RecordKind.COMMITTED, sequence)
         return self._after(commit.flip_id, is_committed=True)
 
     def abandon(self, abandon: AbandonEntry, sequence: LogIndex) -> Switched:
-        """Goes on as before."""
+        """Goes on as before, and proves that it can. Raises `HalfSwitchedError` where something is not as before."""
         self._records.write(RecordKind.ABANDONED, sequence)
         return self._after(abandon.flip_id, is_committed=False)
 
     def _after(self, flip_id: FlipId, *, is_committed: bool) -> Switched:
+        active, follower = self._steps.active, self._follower
+        assert follower.layout is not None and follower.epoch is not None, "a flip is an entry of an epoch"
         assert not self._steps.num_unread, "every sampled id is taken at the FLIP entry"
-        self._memory.settle(self._steps.active.kind)
+        self._memory.settle(follower.layout)
+        evidence = active.evidence(self._rank, follower, self._memory, self._pools)
+        check_parts(LayoutPart, evidence, follower.layout, follower.epoch)
         self._steps.last_end_unix_ns = None
         self._switched = (flip_id, time.time_ns())
         return Switched(flip_id, is_committed)

@@ -118,6 +118,11 @@ class ExclusiveRows:
         return 0 if self._pending is None else len(self._pending.moves)
 
     @property
+    def usable(self) -> frozenset[LayoutKind]:
+        """See RowPools: the one that has its turn."""
+        return frozenset((self._in_force,))
+
+    @property
     def performs(self) -> Performs:
         """See RowPools."""
         return {

@@ -57,6 +57,11 @@ class PoolPair:
         self.pools: dict[LayoutKind, LayoutPool] = {}
 
     @property
+    def usable(self) -> frozenset[LayoutKind]:
+        """See RowPools: both, at any time."""
+        return frozenset(LayoutKind)
+
+    @property
     def performs(self) -> Performs:
         """See RowPools."""
         return {ReadRows: self._read, PassRows: self._pass, CompareRows: self._compare, KeepRows: self._keep}

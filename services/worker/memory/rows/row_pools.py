@@ -18,6 +18,10 @@ class RowPools(Protocol):
         """How they are kept."""
 
     @property
+    def usable(self) -> frozenset[LayoutKind]:
+        """Layouts whose pool has its memory now; which of them the rows are in, the log says."""
+
+    @property
     def num_batches(self) -> int:
         """Of the flip that was planned last; 0: none."""
 

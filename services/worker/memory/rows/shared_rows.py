@@ -26,6 +26,11 @@ class SharedRows:
         self._first_kv_head = tp.shares[rank].kv_heads.begin - self._pooled.places[rank].begin
 
     @property
+    def usable(self) -> frozenset[LayoutKind]:
+        """See RowPools: both, at any time."""
+        return frozenset(LayoutKind)
+
+    @property
     def performs(self) -> Performs:
         """See RowPools: nothing is asked."""
         return {}

@@ -58,6 +58,11 @@ class ArenaWeights:
         return LayoutWeights(self, self._views[kind])
 
     @property
+    def usable(self) -> frozenset[LayoutKind]:
+        """See RankWeights: what the arena holds, where that is known."""
+        return frozenset() if self.active is None else frozenset((self.active,))
+
+    @property
     def performs(self) -> Performs:
         """See RankWeights."""
         return {

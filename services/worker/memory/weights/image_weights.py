@@ -71,6 +71,11 @@ class ImageWeights:
         self.active = kind
 
     @property
+    def usable(self) -> frozenset[LayoutKind]:
+        """See RankWeights: what the arena holds, where that is known."""
+        return frozenset() if self.active is None else frozenset((self.active,))
+
+    @property
     def performs(self) -> Performs:
         """See RankWeights."""
         return {FillWeights: self._fill, HaveWeights: lambda ask: self.make_whole(ask.layout)}

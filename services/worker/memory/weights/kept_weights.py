@@ -30,6 +30,11 @@ class KeptWeights:
         self._weights, self.num_bytes = weights, num_bytes
 
     @property
+    def usable(self) -> frozenset[LayoutKind]:
+        """See RankWeights: both, at any time."""
+        return frozenset(LayoutKind)
+
+    @property
     def performs(self) -> Performs:
         """See RankWeights: nothing is asked."""
         return {}
