@@ -56,6 +56,10 @@ class HeldRank:
             except NothingToDamageError as error:
                 order.refuse(error)
 
+    def look(self, flip_id: FlipId) -> FlipAnswer:
+        """See `Executes`."""
+        return self._rank.look(flip_id)
+
     def work(self, flip_id: FlipId) -> FlipAnswer:
         """See `Executes`."""
         self._holds.passing_in_thread(HoldPoint.WORKER_ENTERED)

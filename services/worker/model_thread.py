@@ -15,7 +15,7 @@ from typing import Protocol
 from services.core.ids import FlipId
 from services.core.log import ProtocolError
 from services.core.step import LogEntry, StepReport
-from services.worker.participation import FlipAnswer, WorkLost
+from services.worker.participation import FlipAnswer, Looked, WorkLost
 from services.worker.steps.reset import Opened
 
 MAX_QUEUED_ENTRIES = 256
@@ -32,6 +32,13 @@ class FlipWork:
     flip_id: FlipId
 
 
+@dataclass(frozen=True, slots=True)
+class FlipLook:
+    """Whether the flip that this rank is parked for could still begin."""
+
+    flip_id: FlipId
+
+
 class Executes(Protocol):
     """What the thread drives: `runner.Runner`, and nothing else in the service."""
 
@@ -44,6 +51,9 @@ class Executes(Protocol):
     def work(self, flip_id: FlipId) -> FlipAnswer:
         """Does this rank's part of a flip."""
 
+    def look(self, flip_id: FlipId) -> FlipAnswer:
+        """Looks whether it could begin; touches nothing and waits for nobody."""
+
 
 class Execution:
     """One model thread. `offer` and `take` are for the event loop, `notify` is called on the model thread."""
@@ -51,7 +61,7 @@ class Execution:
     def __init__(self, runner: Executes, notify: Callable[[], None]) -> None:
         self._runner, self._notify = runner, notify
         runner.notice = self._answer
-        self._entries: queue.Queue[LogEntry | FlipWork | None] = queue.Queue(MAX_QUEUED_ENTRIES)
+        self._entries: queue.Queue[LogEntry | FlipWork | FlipLook | None] = queue.Queue(MAX_QUEUED_ENTRIES)
         self._answers: deque[Answer] = deque()
         self._notified = False
         self._lock = threading.Lock()
@@ -83,6 +93,10 @@ class Execution:
         """Hands over a flip's work; the thread is parked then and has nothing else."""
         self._entries.put_nowait(FlipWork(flip_id))
 
+    def offer_look(self, flip_id: FlipId) -> None:
+        """Asks it to look whether a flip could begin; answered behind whatever has been given before."""
+        self._entries.put_nowait(FlipLook(flip_id))
+
     def take(self) -> Iterator[Answer]:
         """Yields what was answered since the last call, in order."""
         with self._lock:
@@ -104,6 +118,9 @@ class Execution:
             if isinstance(item, FlipWork):
                 self._work(item)
                 continue
+            if isinstance(item, FlipLook):
+                self._look(item)
+                continue
             try:
                 answer = self._runner.execute(item)
             except BaseException as error:
@@ -119,6 +136,13 @@ class Execution:
             self._answer(self._runner.work(work.flip_id))
         except Exception as error:
             self._answer(WorkLost(work.flip_id, f"{type(error).__name__}: {error}", restored=False))
+
+    def _look(self, look: FlipLook) -> None:
+        """One that cannot be made is a reason not to begin."""
+        try:
+            self._answer(self._runner.look(look.flip_id))
+        except Exception as error:
+            self._answer(Looked(look.flip_id, f"{type(error).__name__}: {error}"))
 
     def _answer(self, answer: Answer) -> None:
         with self._lock:

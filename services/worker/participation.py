@@ -17,7 +17,9 @@ from services.core.flip.messages import (
     CommitReached,
     EntryReached,
     ParticipantEffect,
+    RoomSeen,
     SayNotReady,
+    SayPresent,
     StartWork,
     WorkDone,
     WorkFailed,
@@ -31,6 +33,10 @@ MAX_UNSENT = 64
 """Messages to the mover that may wait; an attempt has a handful, and a mover that reads none is cut."""
 NOT_READY_EVERY_S = 1.0
 """A rank that has received FLIP and is still executing what is before it says so this often."""
+
+
+LOOK_EVERY_S = 1.0
+"""A rank that is present looks this often whether the flip could still begin: it has no work, and waits for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,14 @@ class WorkLost:
 
 
 @dataclass(frozen=True, slots=True)
+class Looked:
+    """The model thread has looked again; `refusal`: why the flip could not begin now, empty: it could."""
+
+    flip_id: FlipId
+    refusal: str
+
+
+@dataclass(frozen=True, slots=True)
 class Switched:
     """COMMIT or ABANDON is executed."""
 
@@ -85,15 +99,16 @@ class Resumed:
     first_step_unix_ns: int
 
 
-FlipAnswer = Parked | Worked | WorkLost | Switched | Resumed
+FlipAnswer = Parked | Looked | Worked | WorkLost | Switched | Resumed
 
 
 class Participation:
     """The flips of one rank's life. A new stream of the mover takes the place of the one before it."""
 
-    def __init__(self, rank: Rank, start_work: Callable[[FlipId], None]) -> None:
+    def __init__(self, rank: Rank, start_work: Callable[[FlipId], None], start_look: Callable[[FlipId], None]) -> None:
+        """`start_work`, `start_look`: ask the model thread, which answers Worked or WorkLost, and Looked."""
         self._rank = rank
-        self._start_work = start_work
+        self._start_work, self._start_look = start_work, start_look
         self._flips = RankFlips(FlipParticipant())
         self._fence = layout_pb2.Fence()
         self._unsent: asyncio.Queue[pb.JoinFlipResponse | None] = asyncio.Queue(MAX_UNSENT + 1)
@@ -101,6 +116,7 @@ class Participation:
         self._parked: Parked | None = None
         self._worked: Worked | None = None
         self._behind: asyncio.TimerHandle | None = None
+        self._look: asyncio.TimerHandle | None = None
 
     # From the log, as it is received.
 
@@ -116,9 +132,20 @@ class Participation:
 
     def stop_waiting(self) -> None:
         """Parked, or the log has ended."""
-        if self._behind is not None:
-            self._behind.cancel()
-            self._behind = None
+        for timer in (self._behind, self._look):
+            if timer is not None:
+                timer.cancel()
+        self._behind = self._look = None
+
+    def _look_later(self, flip_id: FlipId) -> None:
+        """As long as this rank is present in a round, and has not been told to enter."""
+        if self._look is not None:
+            self._look.cancel()
+        self._look = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look_again, flip_id)
+
+    def _look_again(self, flip_id: FlipId) -> None:
+        if self._flips.is_present(flip_id):
+            self._start_look(flip_id)
 
     # From the model thread, by way of the loop.
 
@@ -130,6 +157,10 @@ class Participation:
                 self._parked, self._fence = answer, fence
                 reached = EntryReached(answer.flip_id, answer.fits, answer.refusal, answer.plan_hash)
                 self._carry_out(self._flips.park(reached, fence.generation))
+            case Looked():
+                self._carry_out(self._flips.on_event(RoomSeen(answer.flip_id, answer.refusal)))
+                if self._flips.is_present(answer.flip_id):
+                    self._look_later(answer.flip_id)
             case Worked():
                 self._worked = answer
                 done = WorkDone(answer.flip_id, answer.bytes_moved, answer.rows_moved)
@@ -179,6 +210,8 @@ class Participation:
         for effect in effects:
             if isinstance(effect, StartWork):
                 self._start_work(effect.flip_id)
+            if isinstance(effect, SayPresent):
+                self._look_later(effect.flip_id)
 
     def _put(self, message: pb.JoinFlipResponse) -> None:
         """Queues for the mover; with none connected the oldest make room: the state is said again on connecting."""

@@ -40,7 +40,7 @@ class StepStream:
         self._wake = asyncio.Event()
         rank = rig.runner if holds is None else HeldRank(rig.runner, holds, rig.runner.damage)
         self._execution = Execution(rank, self._notify)
-        self.participation = Participation(rig.rank, self._execution.offer_work)
+        self.participation = Participation(rig.rank, self._execution.offer_work, self._execution.offer_look)
         self._fence = layout_pb2.Fence()
         self._closed = False
         self._refused: tuple[int, Exception] | None = None

@@ -168,3 +168,11 @@ def something_unforeseen_happens(case: Case) -> Case:
     odds = Odds(fail=0.5, breaks=0.3)
     mode = Mode.DUAL if case.num_ranks % 2 else Mode.EXCHANGE
     return replace(case, mode=mode, is_exclusive=True, faults=(), odds=odds, eager_flips=4)
+
+
+def looks_come_late(case: Case) -> Case:
+    """Ranks look whether there is room, and see that there is none, when others or they themselves have entered."""
+    odds = Odds(fail=0.6, withdraw=0.5)
+    return replace(
+        case, mode=Mode.SHARED, is_exclusive=False, faults=(), odds=odds, control=(5 * US, 4 * MS), eager_flips=4
+    )

@@ -211,6 +211,15 @@ class WorkFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class RoomSeen:
+    """This rank has looked again whether the flip that it is parked for could begin."""
+
+    flip_id: FlipId
+    refusal: str
+    """Why it could not; empty: it could."""
+
+
+@dataclass(frozen=True, slots=True)
 class CommitReached:
     """The COMMIT entry of the log."""
 
@@ -236,6 +245,7 @@ ParticipantEvent = (
     | DisarmReceived
     | WorkDone
     | WorkFailed
+    | RoomSeen
     | CommitReached
     | AbandonReached
     | MoverConnected
@@ -261,6 +271,15 @@ class SayPresent:
     fits: bool
     refusal: str
     plan_hash: int
+
+
+@dataclass(frozen=True, slots=True)
+class SayWithdrawn:
+    """Presence of this round is taken back; where ENTER has been journalled by then, this rank follows through."""
+
+    flip_id: FlipId
+    round: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,4 +315,4 @@ class StartWork:
     flip_id: FlipId
 
 
-ParticipantEffect = SayParked | SayPresent | SayNotReady | SayVerified | SayFailed | StartWork
+ParticipantEffect = SayParked | SayPresent | SayWithdrawn | SayNotReady | SayVerified | SayFailed | StartWork

@@ -5,6 +5,7 @@ COMMIT. It has no clock: a rank that has verified waits for the outcome in the l
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -19,11 +20,13 @@ from services.core.flip.messages import (
     MoverConnected,
     ParticipantEffect,
     ParticipantEvent,
+    RoomSeen,
     SayFailed,
     SayNotReady,
     SayParked,
     SayPresent,
     SayVerified,
+    SayWithdrawn,
     StartWork,
     WorkDone,
     WorkFailed,
@@ -45,7 +48,7 @@ class ParticipantState(Enum):
 
 Effects = list[ParticipantEffect]
 
-_CROSSING = AssembleReceived | EnterReceived | DisarmReceived | WorkDone | WorkFailed
+_CROSSING = AssembleReceived | EnterReceived | DisarmReceived | WorkDone | WorkFailed | RoomSeen
 """What may be on its way when the log ends the attempt: it comes from the mover, or from work begun before."""
 
 
@@ -101,6 +104,21 @@ class FlipParticipant:
         self.state = ParticipantState.PRESENT
         self.round = event.round
         return [SayPresent(entry.flip_id, event.round, entry.fits, entry.refusal, entry.plan_hash)]
+
+    def _note_room(self, event: RoomSeen) -> Effects:
+        """The verdict that the next round hears."""
+        self._entry = replace(self._own(event.flip_id), fits=not event.refusal, refusal=event.refusal)
+        return []
+
+    def _take_back(self, event: RoomSeen) -> Effects:
+        """Stays present: what was said in this round binds this rank if ENTER is on its way."""
+        fitted = self._own(event.flip_id).fits
+        self._note_room(event)
+        return [SayWithdrawn(event.flip_id, self.round, event.refusal)] if fitted and event.refusal else []
+
+    def _begun(self, _event: RoomSeen) -> Effects:
+        """The work looks for itself, and asks the others."""
+        return []
 
     def _enter(self, event: EnterReceived) -> Effects:
         entry = self._own(event.flip_id)
@@ -172,25 +190,30 @@ class FlipParticipant:
         (ParticipantState.RUNNING, MoverConnected): _repeat,
         (ParticipantState.PARKED, AssembleReceived): _say_present,
         (ParticipantState.PARKED, DisarmReceived): _stand_down,
+        (ParticipantState.PARKED, RoomSeen): _note_room,
         (ParticipantState.PARKED, AbandonReached): _end,
         (ParticipantState.PARKED, MoverConnected): _repeat,
         (ParticipantState.PRESENT, AssembleReceived): _say_present,
         (ParticipantState.PRESENT, EnterReceived): _enter,
         (ParticipantState.PRESENT, DisarmReceived): _stand_down,
+        (ParticipantState.PRESENT, RoomSeen): _take_back,
         (ParticipantState.PRESENT, AbandonReached): _end,
         (ParticipantState.PRESENT, MoverConnected): _repeat,
         # Another rank failed and could restore, or the scheduler gave the mover up, before this one was done.
         (ParticipantState.ENTERED, AbandonReached): _end,
+        (ParticipantState.ENTERED, RoomSeen): _begun,
         (ParticipantState.ENTERED, WorkDone): _done,
         (ParticipantState.ENTERED, WorkFailed): _failed,
         (ParticipantState.ENTERED, EnterReceived): _repeat,
         (ParticipantState.ENTERED, DisarmReceived): _await_outcome,
         (ParticipantState.ENTERED, MoverConnected): _repeat,
+        (ParticipantState.VERIFIED, RoomSeen): _begun,
         (ParticipantState.VERIFIED, CommitReached): _end,
         (ParticipantState.VERIFIED, AbandonReached): _end,
         (ParticipantState.VERIFIED, EnterReceived): _repeat,
         (ParticipantState.VERIFIED, DisarmReceived): _await_outcome,
         (ParticipantState.VERIFIED, MoverConnected): _repeat,
+        (ParticipantState.FAILED, RoomSeen): _begun,
         (ParticipantState.FAILED, AbandonReached): _end,
         (ParticipantState.FAILED, EnterReceived): _repeat,
         (ParticipantState.FAILED, DisarmReceived): _await_outcome,

@@ -14,7 +14,8 @@ from services.core.flip.messages import (
     ParticipantEffect,
     ParticipantEvent,
 )
-from services.core.flip.participant import FlipParticipant
+from services.core.flip.participant import FlipParticipant, ParticipantState
+from services.core.ids import FlipId
 
 Effects = list[ParticipantEffect]
 
@@ -42,6 +43,10 @@ class RankFlips:
     def on_event(self, event: ParticipantEvent) -> Effects:
         """What the model thread did, or the log's outcome."""
         return self._table.on_event(event)
+
+    def is_present(self, flip_id: FlipId) -> bool:
+        """Whether presence in this attempt is said, and ENTER has not come."""
+        return self._table.flip_id == flip_id and self._table.state is ParticipantState.PRESENT
 
     def on_command(
         self, stream: int, generation: int, command: AssembleReceived | EnterReceived | DisarmReceived

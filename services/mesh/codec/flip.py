@@ -25,6 +25,7 @@ from services.core.flip.messages import (
     SayParked,
     SayPresent,
     SayVerified,
+    SayWithdrawn,
     SendAssemble,
     SendDisarm,
     SendEnter,
@@ -82,7 +83,7 @@ def command_from_proto(message: pb.JoinFlipRequest) -> AssembleReceived | EnterR
             raise CodecError(f"command: the message for flip {flip_id} carries none")
 
 
-Said = SayParked | SayPresent | SayNotReady | SayVerified | SayFailed
+Said = SayParked | SayPresent | SayWithdrawn | SayNotReady | SayVerified | SayFailed
 
 
 def said_to_proto(said: Said, fence: layout_pb2.Fence, rank: Rank) -> pb.JoinFlipResponse:
@@ -96,6 +97,9 @@ def said_to_proto(said: Said, fence: layout_pb2.Fence, rank: Rank) -> pb.JoinFli
             message.present.fits = said.fits
             message.present.refusal = said.refusal
             message.present.plan_hash = said.plan_hash
+        case SayWithdrawn():
+            message.round = said.round
+            message.withdraw.reason = said.reason
         case SayNotReady():
             message.not_ready.reason = said.reason
         case SayVerified():

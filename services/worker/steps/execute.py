@@ -21,7 +21,7 @@ from services.worker.memory.device import HOST, RankDevice
 from services.worker.memory.rank_memory import RankMemory
 from services.worker.memory.rows.kv_cache import Pool
 from services.worker.memory.trimmed_pages import Released
-from services.worker.participation import FlipAnswer, Worked, WorkLost
+from services.worker.participation import FlipAnswer, Looked, Worked, WorkLost
 from services.worker.ring import RingWriter
 from services.worker.steps.flip_side import FlipSide
 from services.worker.steps.pipeline import StepParts, StepPipeline
@@ -108,6 +108,12 @@ class Runner:
         if self._flips is None:
             raise ProtocolError(f"work for flip {flip_id}, and the log has not begun")
         return self._flips.work(flip_id)
+
+    def look(self, flip_id: FlipId) -> Looked:
+        """Whether the flip that this rank is parked for could still begin. Raises `ProtocolError` before RESET."""
+        if self._flips is None:
+            raise ProtocolError(f"a look for flip {flip_id}, and the log has not begun")
+        return self._flips.look(flip_id)
 
     def damage(self, kind: DamageKind, seed: int) -> str:
         """For instruments: damages rows of a running request between two steps; what was damaged.

@@ -13,7 +13,7 @@ from services.core.ring import RecordKind
 from services.core.step import AbandonEntry, CommitEntry, FlipEntry
 from services.worker.memory.rank_memory import RankMemory
 from services.worker.memory.rows.kv_cache import Pool
-from services.worker.participation import FlipAnswer, Parked, Resumed, Switched, Worked, WorkLost
+from services.worker.participation import FlipAnswer, Looked, Parked, Resumed, Switched, Worked, WorkLost
 from services.worker.steps.active_layout import LayoutPart
 from services.worker.steps.layout_evidence import check_parts
 from services.worker.steps.pipeline import StepPipeline
@@ -56,6 +56,13 @@ class FlipSide:
         answer = self._memory.work(flip, began_unix_ns)
         self._records.write(RecordKind.FLIP_DONE, sequence)
         return answer
+
+    def look(self, flip_id: FlipId) -> Looked:
+        """Whether the flip that this rank is parked for could begin now; of another one: it could not."""
+        flip = self._follower.flip
+        if flip is None or flip.flip_id != flip_id:
+            return Looked(flip_id, f"not parked for flip {flip_id}")
+        return Looked(flip_id, self._memory.obstacle(flip))
 
     def commit(self, commit: CommitEntry, sequence: LogIndex) -> Switched:
         """Switches, and proves it. Raises `HalfSwitchedError` where something is of the layout before."""

@@ -48,7 +48,7 @@ class ScriptedRank(WorkerServiceServicer):
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
         self.started: asyncio.Queue[FlipId] = asyncio.Queue()
-        self.participation = Participation(rank, self.started.put_nowait)
+        self.participation = Participation(rank, self.started.put_nowait, lambda flip_id: None)
 
     async def JoinFlip(  # type: ignore[override]  # noqa: N802
         self,
@@ -314,6 +314,7 @@ async def test_work_that_fails_and_is_undone_restores(make_stand: MakeStand) -> 
             rank.park()
         await asked.until(pb.FLIP_STATE_ENTERED)
         await stand.ranks[0].work()
+        await stand.ranks[1].started.get()
         stand.ranks[1].participation.on_answer(WorkLost(KEY[1], "checksum", restored=True), FENCE)
         assert (await asked.until(pb.FLIP_STATE_RESTORED)).reason == "rank 1 failed: checksum"
 

@@ -13,6 +13,7 @@ from services.core.ids import FlipId, Rank
 from services.worker import participation as module
 from services.worker.participation import (
     MAX_UNSENT,
+    Looked,
     Parked,
     Participation,
     Resumed,
@@ -65,7 +66,8 @@ class Worker:
 
     def __init__(self) -> None:
         self.started: list[FlipId] = []
-        self.rank = Participation(Rank(1), self.started.append)
+        self.looked: list[FlipId] = []
+        self.rank = Participation(Rank(1), self.started.append, self.looked.append)
 
     async def until_started(self) -> None:
         with anyio.fail_after(WAIT_S):
@@ -220,3 +222,42 @@ async def test_a_rank_behind_its_flip_says_why_until_it_has_parked(monkeypatch: 
     with anyio.move_on_after(0.05) as scope:
         await anext(stream.responses)
     assert scope.cancelled_caught, "parked: nothing more to explain"
+
+
+async def test_room_that_is_gone_before_enter_is_a_withdrawal_and_the_next_rounds_refusal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "LOOK_EVERY_S", 0.0)
+    worker = Worker()
+    worker.rank.on_answer(PARKED, FENCE)
+    stream = Stream(worker.rank)
+    stream.say("assemble")
+    assert await stream.kinds(2) == ["parked", "present"]
+    for looks in (1, 2):
+        with anyio.fail_after(WAIT_S):
+            while len(worker.looked) < looks:
+                await anyio.lowlevel.checkpoint()
+        worker.rank.on_answer(Looked(FLIP, "" if looks == 1 else "64 bytes are free"), FENCE)
+    withdrawn = await stream.next()
+    assert (withdrawn.flip_id, withdrawn.round, withdrawn.withdraw.reason) == (FLIP, 1, "64 bytes are free")
+    stream.say("assemble", round_number=2)
+    present = await stream.next()
+    assert (present.round, present.present.fits, present.present.refusal) == (2, False, "64 bytes are free")
+
+
+async def test_nobody_looks_once_the_work_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_EVERY_S", 0.0)
+    worker = Worker()
+    worker.rank.on_answer(PARKED, FENCE)
+    stream = Stream(worker.rank)
+    stream.say("assemble")
+    stream.say("enter")
+    assert await stream.kinds(2) == ["parked", "present"]
+    await worker.until_started()
+    seen = len(worker.looked)
+    worker.rank.on_answer(Looked(FLIP, "late: the work looks for itself"), FENCE)
+    for _ in range(20):
+        await anyio.lowlevel.checkpoint()
+    assert len(worker.looked) == seen
+    worker.rank.on_answer(WORKED, FENCE)
+    assert await stream.kinds(1) == ["verified"]

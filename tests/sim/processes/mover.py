@@ -28,6 +28,7 @@ from services.core.flip.messages import (
     SayParked,
     SayPresent,
     SayVerified,
+    SayWithdrawn,
     SendAssemble,
     SendDisarm,
     SendEnter,
@@ -41,7 +42,7 @@ from tests.sim.processes.world import Channel, Process
 if TYPE_CHECKING:
     from tests.sim.processes.group import Group
 
-Said = ParticipantEffect | tuple[str, FlipId, int]
+Said = ParticipantEffect
 
 
 @dataclass(slots=True)
@@ -231,7 +232,7 @@ def event_of(rank: Rank, said: Said) -> CoordinatorEvent:
             return RankVerified(rank, bytes_moved, rows_moved)
         case SayFailed(_, reason, restored):
             return RankFailed(rank, reason, restored)
-        case (_, _, round_number):
-            return RankWithdrew(rank, round_number, "a message came in")
+        case SayWithdrawn(_, round_number, reason):
+            return RankWithdrew(rank, round_number, reason)
         case StartWork():
             raise AssertionError("work is not said")

@@ -22,9 +22,11 @@ from services.core.flip.messages import (
     EntryReached,
     ParticipantEffect,
     ParticipantEvent,
+    RoomSeen,
     SayNotReady,
     SayPresent,
     SayVerified,
+    SayWithdrawn,
     StartWork,
     WorkDone,
     WorkFailed,
@@ -355,22 +357,25 @@ class RankProcess(Member):
             return
         if isinstance(effect, SayPresent):
             self.group.checks.on_present(self, effect.flip_id, effect.round)
+        if isinstance(effect, SayWithdrawn):
+            self.group.checks.on_withdrawn(self, effect.flip_id, effect.round)
         if isinstance(effect, SayVerified):
             self.group.checks.on_verified(self, effect.flip_id)
         if self.mover is not None:
             self.mover.send(self.rank, self._fence[0], effect)
             if isinstance(effect, SayPresent):
-                self._maybe_withdraw(effect, self.mover)
+                self._maybe_look(effect)
 
-    def _maybe_withdraw(self, said: SayPresent, mover: Channel) -> None:
+    def _maybe_look(self, said: SayPresent) -> None:
         odds = self.group.case.odds
         if odds.withdraw and self.world.rng.random() < odds.withdraw:
-            self.world.at(self.world.draw((0, self.group.case.control[1])), self, self._withdraw, said, mover)
+            self.world.at(self.world.draw((0, self.group.case.control[1])), self, self._look, said.flip_id)
 
-    def _withdraw(self, said: SayPresent, mover: Channel) -> None:
-        if self.participant.flip_id == said.flip_id and self.participant.round == said.round and mover is self.mover:
-            self.group.checks.on_withdrawn(self, said.flip_id, said.round)
-            mover.send(self.rank, self._fence[0], ("withdraw", said.flip_id, said.round))
+    def _look(self, flip_id: FlipId) -> None:
+        """There is no room for the flip any more; before the next round there is again."""
+        if self.participant.flip_id == flip_id:
+            self._carry_out(self.flips.on_event(RoomSeen(flip_id, "there is no room any more")))
+            self._carry_out(self.flips.on_event(RoomSeen(flip_id, "")))
 
     def _flip_work(self, work: FlipWork) -> Work:
         flip = self.follower.flip

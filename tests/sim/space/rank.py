@@ -17,6 +17,7 @@ from services.core.flip.messages import (
     ParticipantEffect,
     ParticipantEvent,
     SayPresent,
+    SayWithdrawn,
     StartWork,
     WorkDone,
     WorkFailed,
@@ -202,7 +203,7 @@ def withdrawing(rank: RankState) -> RankState:
     """It takes back that it is present."""
     tables = rank.tables
     assert tables.entry is not None
-    said = (tables.generation or 0, ("withdraw", tables.entry.flip_id, tables.round))
+    said = (tables.generation or 0, SayWithdrawn(tables.entry.flip_id, tables.round, "no room"))
     return rank._replace(to_mover=(*rank.to_mover, said))
 
 

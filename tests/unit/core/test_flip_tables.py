@@ -26,11 +26,13 @@ from services.core.flip.messages import (
     RankPresent,
     RankVerified,
     RankWithdrew,
+    RoomSeen,
     SayFailed,
     SayNotReady,
     SayParked,
     SayPresent,
     SayVerified,
+    SayWithdrawn,
     SendAssemble,
     SendDisarm,
     SendEnter,
@@ -274,3 +276,26 @@ def test_failure_is_said_again_after_a_reconnect() -> None:
         ENTRY, AssembleReceived(FLIP, 1), EnterReceived(FLIP, 1), WorkFailed(FLIP, "checksum", restored=True)
     )
     assert rank.on_event(MoverConnected()) == [SayFailed(FLIP, "checksum", True)]
+
+
+def test_room_that_is_gone_takes_presence_back_once_and_binds_if_enter_is_on_its_way() -> None:
+    rank = FlipParticipant()
+    rank.on_event(EntryReached(FLIP, True, "", 5))
+    assert rank.on_event(RoomSeen(FLIP, "")) == []
+    assert rank.on_event(AssembleReceived(FLIP, 1)) == [SayPresent(FLIP, 1, True, "", 5)]
+    assert rank.on_event(RoomSeen(FLIP, "no room")) == [SayWithdrawn(FLIP, 1, "no room")]
+    assert rank.on_event(RoomSeen(FLIP, "no room")) == [], "said once"
+    assert rank.on_event(EnterReceived(FLIP, 1)) == [StartWork(FLIP)], "the work looks for itself"
+    assert rank.on_event(RoomSeen(FLIP, "no room")) == []
+
+
+def test_the_next_round_hears_what_was_seen_last() -> None:
+    rank = FlipParticipant()
+    rank.on_event(EntryReached(FLIP, True, "", 5))
+    rank.on_event(AssembleReceived(FLIP, 1))
+    rank.on_event(RoomSeen(FLIP, "no room"))
+    assert rank.on_event(AssembleReceived(FLIP, 2)) == [SayPresent(FLIP, 2, False, "no room", 5)]
+    assert rank.on_event(RoomSeen(FLIP, "")) == []
+    assert rank.on_event(AssembleReceived(FLIP, 3)) == [SayPresent(FLIP, 3, True, "", 5)]
+    rank.on_event(AbandonReached(FLIP))
+    assert rank.on_event(RoomSeen(FLIP, "late")) == []
