@@ -39,8 +39,8 @@ from services.router.readiness import Readiness
 from services.router.request_metrics import RequestMetrics
 from services.router.streams.inference import Inference
 from services.router.streams.scheduler_client import SchedulerClient
+from services.router.text.renderer import open_renderer
 from services.router.text.served_model import ServedModel
-from services.router.text.templates import open_renderer
 from services.router.text.tokens import open_tokens
 
 TOKENISING_REQUESTS = 8
@@ -146,7 +146,12 @@ def _open_model(settings: Settings) -> tuple[ModelFiles, ServedModel]:
         name=settings.model.name,
         digest=files.digest,
         tokens=tokens,
-        renderer=open_renderer(files, tokens.vocabulary, num_threads),
+        renderer=open_renderer(
+            files,
+            tokens.vocabulary,
+            num_processes=num_threads,
+            literal_content=settings.router.literal_content,
+        ),
         created_s=int(time.time()),
     )
     return files, model
@@ -185,7 +190,7 @@ async def _flip_to(shell: Shell, bound_s: float, target: LayoutKind) -> str | No
 
 async def serve(shell: Shell, router: Router, bound: socket.socket) -> None:
     """Runs the parts until the process is asked to stop, then drains."""
-    async with anyio.create_task_group() as tasks:
+    async with router.model.renderer.running(), anyio.create_task_group() as tasks:
         silence_s = shell.settings.deadlines.scheduler_silence_s
         watches = (partial(_follow, shell, router), partial(_give_up_the_silent, router, silence_s))
         for run in (router.client.run, router.readiness.run, router.watch.run, *watches):

@@ -6,7 +6,7 @@ import pytest
 
 from services.models.ggml_types import GgmlType
 from services.models.model_files import ModelFiles, open_model
-from services.router.text.templates import open_renderer
+from services.router.text.renderer import open_renderer
 from services.router.text.tokens import Tokens, open_tokens
 from tools.fetch import fetch
 
@@ -73,7 +73,9 @@ def test_p4_8_its_ends(tokens: Tokens) -> None:
 
 
 async def test_p4_9_its_chat(model: ModelFiles, tokens: Tokens) -> None:
-    text = await open_renderer(model, tokens.vocabulary).render([{"role": "user", "content": "Hi"}])
+    renderer = open_renderer(model, tokens.vocabulary)
+    async with renderer.running():
+        text = (await renderer.render([{"role": "user", "content": "Hi"}])).text
     assert text == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"

@@ -49,8 +49,8 @@ from services.mesh.shell import Shell
 from services.mesh.telemetry.introspection import Introspection
 from services.mesh.telemetry.metrics import Metrics
 from services.mesh.telemetry.progress import Progress
+from services.router.text.renderer import ChatRenderer
 from services.router.text.served_model import ServedModel
-from services.router.text.templates import ChatRenderer
 from services.router.text.tokens import Tokens
 from services.router.text.vocabulary import byte_alphabet, vocabulary_from_tokenizer
 
@@ -77,7 +77,8 @@ def byte_tokens() -> Tokens:
 
 def scripted_model() -> ServedModel:
     tokens = byte_tokens()
-    return ServedModel(MODEL, "digest", tokens, ChatRenderer({"default": CHATML}, {}), created_s=1)
+    renderer = ChatRenderer({"default": CHATML}, {}, sorted(tokens.vocabulary.control_texts.values()))
+    return ServedModel(MODEL, "digest", tokens, renderer, created_s=1)
 
 
 @contextmanager

@@ -166,6 +166,7 @@ class RouterSettings:
     max_choices: int = ranged(16, 1, 1024)
     max_stop_strings: int = ranged(16, 1, 1024)
     max_top_logprobs: int = ranged(20, 0, 100)
+    literal_content: bool = True
     tokenizer_threads: int = ranged(1, 1, 64)
     drain_s: float = ranged(3.0, 0.0, SHUTDOWN_GRACE_S - 0.5)
     resubmit_budget_s: float = ranged(60.0, 0.0, 3600.0)

@@ -4,12 +4,14 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from types import MappingProxyType
 
 from services.core.ids import TokenId
 from services.router.openai.refusal import Kind, RefusalError, invalid
 from services.router.streams.choice_text import ChoiceText
 from services.router.text.detokenize import StopStrings
-from services.router.text.templates import ChatRefusedError, ChatRenderer, RendererBusyError
+from services.router.text.renderer import ChatRenderer, RendererBusyError, RendererLostError
+from services.router.text.templates import ChatRefusedError
 from services.router.text.tokens import PromptRefusedError, TokenizerBusyError, Tokens
 
 PACKAGE = "flipmesh"
@@ -56,14 +58,22 @@ class ServedModel:
         """The machine that makes one choice's text."""
         return ChoiceText(self.tokens.vocabulary, stops)
 
-    async def encode(self, text: str, *, field: str, max_tokens: int, add_prefix: bool = True) -> tuple[TokenId, ...]:
-        """The ids of a prompt, computed beside the loop.
+    async def encode(
+        self,
+        text: str,
+        *,
+        field: str,
+        max_tokens: int,
+        add_prefix: bool = True,
+        masks: Mapping[str, str] = MappingProxyType({}),
+    ) -> tuple[TokenId, ...]:
+        """The ids of a prompt, computed beside the loop; a character of `masks` is read as its text, literally.
 
         Raises:
             RefusalError: too long for `max_tokens`, empty, or the tokeniser is busy.
         """
         try:
-            ids = await self.tokens.encode(text, max_tokens=max_tokens, add_prefix=add_prefix)
+            ids = await self.tokens.encode(text, max_tokens=max_tokens, add_prefix=add_prefix, masks=masks)
         except PromptRefusedError as error:
             code = "context_length_exceeded" if text else "empty_prompt"
             raise invalid(field, f"cannot be served: {error}", code) from error
@@ -78,9 +88,11 @@ class ServedModel:
             RefusalError: the template refuses the messages (with its own words), or as for `encode`.
         """
         try:
-            text = await self.renderer.render(messages)
+            chat = await self.renderer.render(messages)
         except ChatRefusedError as error:
             raise invalid("messages", f"cannot be rendered: {error}", "chat_template_error") from error
         except RendererBusyError as error:
             raise RefusalError(Kind.OVERLOADED, str(error), retry_after_s=RETRY_AFTER_S) from error
-        return await self.encode(text, field="messages", max_tokens=max_tokens)
+        except RendererLostError as error:
+            raise RefusalError(Kind.FAILED, str(error)) from error
+        return await self.encode(chat.text, field="messages", max_tokens=max_tokens, masks=chat.masks)

@@ -1,39 +1,28 @@
 """Renders a chat into the text that the model was trained on, with the template that its files carry.
 
-A template is a program by a stranger: it runs sandboxed, cannot change what it is given, and its output, its time and
-the size of its products are bounded. There is no built-in template: a model without one is asked through completions.
+A template is a program by a stranger. Here it runs sandboxed and cannot change what it is given; its time and memory
+are bounded by the process that this runs in (`render_process`), which imports nothing else. There is no built-in
+template: a model without one is asked through completions.
 
 The dialect is the one that templates are written for: Jinja with trimmed blocks, loop controls, `raise_exception`,
 `strftime_now`, a `tojson` that escapes nothing, and the tag `generation`, which marks text and changes none.
 """
 
 import json
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 
-import anyio
-import anyio.to_thread
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from services.models.model_files import DEFAULT_TEMPLATE, ModelFiles
-from services.router.text.vocabulary import Vocabulary
+from services.router.text.control_texts import ControlTexts
 
 MAX_RENDERED_CHARS = 16 * 1024 * 1024
 """Twice the largest request by default; a template that loops over its output stops here."""
-MAX_RENDER_S = 10.0
-"""For one chat; looked at whenever the template puts something out."""
-MAX_PRODUCT = 1_000_000
-"""Largest number, and longest text or list, that a template may make by multiplying."""
-MAX_WAITING_RENDERS = 256
-"""Chats that may wait for a thread; above it the router is overloaded and says so."""
-TOOL_TEMPLATE = "tool_use"
-"""What files that have several templates call the one for requests with tools."""
 REASON_CHARS = 500
 """Of an error's text, what a client needs to see."""
 
@@ -42,27 +31,16 @@ class ChatRefusedError(ValueError):
     """The template does not take these messages; the text, the template's own where it has one, is for the client."""
 
 
-class RendererBusyError(RuntimeError):
-    """Too many chats wait to be rendered; the client may try again."""
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A chat as text. `masks`: characters of it that stand for a control token's text, to be read letter by letter."""
+
+    text: str
+    masks: Mapping[str, str]
 
 
 class _RaisedByTemplateError(jinja2.TemplateError):
     """What `raise_exception` in a template raises."""
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of templates: nothing may be changed, and no product may be huge."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
-        """Carries out a product unless its result would be out of bounds."""
-        sizes = [len(side) if isinstance(side, Sequence) else side for side in (left, right)]
-        numbers = [abs(size) if isinstance(size, (int, float)) else 0 for size in sizes]
-        is_small = numbers[1] <= 64 if operator == "**" else numbers[0] * numbers[1] <= MAX_PRODUCT
-        if not is_small or max(numbers) > MAX_PRODUCT:
-            raise jinja2.TemplateRuntimeError(f"a product in the template is larger than {MAX_PRODUCT}")
-        return super().call_binop(context, operator, left, right)
 
 
 class _GenerationTag(Extension):
@@ -90,124 +68,78 @@ def _raise_exception(message: object) -> str:
     raise _RaisedByTemplateError(str(message))
 
 
-def _environment(now: Callable[[], datetime]) -> _Sandbox:
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: now().strftime(form)
-    return environment
-
-
-class ChatRenderer:
-    """The chat templates of one model."""
+class ChatTemplates:
+    """The chat templates of one model, by name."""
 
     def __init__(
         self,
         templates: Mapping[str, str],
         special_texts: Mapping[str, str],
-        *,
-        num_threads: int = 1,
+        control_texts: ControlTexts,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """`special_texts` is what templates call `bos_token` and the like.
+        """`special_texts` is what templates call `bos_token` and the like; `control_texts` is masked in messages.
 
-        A template that cannot be compiled is kept as its fault: completions need none, so only chats are refused.
+        Templates are compiled when they are first asked for: compiling one is already running a stranger's program.
         """
-        environment = _environment(now)
-        self._templates = {name: _compiled(environment, text) for name, text in templates.items()}
-        self._special_texts = dict(special_texts)
-        self._threads = anyio.CapacityLimiter(num_threads)
+        self._texts, self._special_texts, self._control_texts = templates, dict(special_texts), control_texts
+        self._compiled: dict[str, jinja2.Template] = {}
+        self._environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+        )
+        self._environment.filters["tojson"] = _tojson
+        self._environment.globals["raise_exception"] = _raise_exception
+        self._environment.globals["strftime_now"] = lambda form: now().strftime(form)
 
-    async def render(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        *,
-        tools: Sequence[Mapping[str, object]] | None = None,
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, object] | None = None,
-    ) -> str:
-        """As `render_now`, beside the event loop, since a long chat takes its time; raises `RendererBusyError` too."""
-        if self._threads.statistics().tasks_waiting >= MAX_WAITING_RENDERS:
-            raise RendererBusyError(f"{MAX_WAITING_RENDERS} chats wait to be rendered already: try again later")
+    def render(self, name: str, values: Mapping[str, object]) -> RenderedChat:
+        """The text of a chat. `values` are the template's variables: `messages`, `tools` and what else it is given.
 
-        def render() -> str:
-            return self.render_now(
-                messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
-            )
-
-        return await anyio.to_thread.run_sync(render, limiter=self._threads)
-
-    def render_now(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        *,
-        tools: Sequence[Mapping[str, object]] | None = None,
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, object] | None = None,
-    ) -> str:
-        """The text of a chat. `variables` are passed to the template as they are, and win over everything else.
-
-        Raises `ChatRefusedError` if the template refuses the messages or fails on them, or a bound is met.
+        Raises `ChatRefusedError` if the template refuses the messages or fails on them, or makes too long a text.
         """
-        template = self._template(has_tools=bool(tools))
-        values: dict[str, object] = {
-            **self._special_texts,
-            "messages": [_with_parsed_arguments(message) for message in messages],
-            "tools": list(tools) if tools else None,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-            **(variables or {}),
-        }
         try:
-            return _bounded(template, values)
+            template = self._template(name)
+            messages, masks = self._masked(values)
+            return RenderedChat(_bounded(template, {**self._special_texts, **values, **messages}), masks)
         except _RaisedByTemplateError as error:
             raise ChatRefusedError(f"the model's chat template refuses the messages: {_reason(error)}") from error
+        except (ChatRefusedError, MemoryError):
+            raise
         # A template may do anything that an expression can, so anything may come out of it; the process itself is fine.
         except Exception as error:
-            name = type(error).__name__
+            kind = type(error).__name__
             raise ChatRefusedError(
-                f"the model's chat template fails on the messages: {name}: {_reason(error)}"
+                f"the model's chat template fails on the messages: {kind}: {_reason(error)}"
             ) from error
 
-    def _template(self, has_tools: bool) -> jinja2.Template:
-        name = TOOL_TEMPLATE if has_tools and TOOL_TEMPLATE in self._templates else DEFAULT_TEMPLATE
-        template = self._templates.get(name)
-        if isinstance(template, jinja2.Template):
-            return template
-        if template is not None:
-            raise ChatRefusedError(f"the model's chat template cannot be used: {template}; /v1/completions needs none")
-        raise ChatRefusedError(
-            "the model's files hold no chat template: use /v1/completions, or serve files that hold one "
-            "(tokenizer.chat_template in GGUF, chat_template.jinja in a directory)"
-        )
+    def _masked(self, values: Mapping[str, object]) -> tuple[dict[str, object], dict[str, str]]:
+        """What clients write, masked; roles stay, since they are words of this API and none of a client's."""
+        messages = [_with_parsed_arguments(message) for message in _objects(values["messages"])]
+        roles = [message.get("role") for message in messages]
+        masked, masks = self._control_texts.masked([messages, values.get("tools")])
+        assert isinstance(masked, list), f"a list was masked, {type(masked).__name__} came back"
+        restored = [{**message, "role": role} for message, role in zip(masked[0], roles, strict=True)]
+        return {"messages": restored, "tools": masked[1]}, masks
 
-
-def open_renderer(model: ModelFiles, vocabulary: Vocabulary, num_threads: int = 1) -> ChatRenderer:
-    """The renderer of an opened model; without a template it refuses every chat and says why."""
-    texts = {"bos_token": vocabulary.bos_id, "eos_token": vocabulary.eos_id}
-    written = {name: vocabulary.control_text(token_id) for name, token_id in texts.items()}
-    special_texts = {name: text for name, text in written.items() if text is not None}
-    return ChatRenderer(model.chat_templates, special_texts, num_threads=num_threads)
-
-
-def _compiled(environment: _Sandbox, text: str) -> jinja2.Template | str:
-    try:
-        return environment.from_string(text)
-    except jinja2.TemplateError as error:
-        return _reason(error)
+    def _template(self, name: str) -> jinja2.Template:
+        if name not in self._compiled:
+            try:
+                self._compiled[name] = self._environment.from_string(self._texts[name])
+            except jinja2.TemplateError as error:
+                raise ChatRefusedError(
+                    f"the model's chat template cannot be used: {_reason(error)}; /v1/completions needs none"
+                ) from error
+        return self._compiled[name]
 
 
 def _bounded(template: jinja2.Template, values: Mapping[str, object]) -> str:
-    """Renders piece by piece, so that size and time are looked at between the pieces."""
+    """Renders piece by piece, so that the size is looked at between the pieces."""
     pieces: list[str] = []
-    num_chars, deadline = 0, time.monotonic() + MAX_RENDER_S
+    num_chars = 0
     for piece in template.generate(values):
         pieces.append(piece)
         num_chars += len(piece)
         if num_chars > MAX_RENDERED_CHARS:
             raise jinja2.TemplateRuntimeError(f"the rendered chat is longer than {MAX_RENDERED_CHARS} characters")
-        if time.monotonic() > deadline:
-            raise jinja2.TemplateRuntimeError(f"the chat was not rendered within {MAX_RENDER_S} s")
     return "".join(pieces)
 
 
@@ -215,7 +147,12 @@ def _reason(error: BaseException) -> str:
     return (str(error) or type(error).__name__)[:REASON_CHARS]
 
 
-def _with_parsed_arguments(message: Mapping[str, object]) -> Mapping[str, object]:
+def _objects(value: object) -> list[dict[str, object]]:
+    assert isinstance(value, list), f"messages are a list, got {type(value).__name__}"
+    return value
+
+
+def _with_parsed_arguments(message: dict[str, object]) -> dict[str, object]:
     """Tool calls with their arguments as objects: clients send JSON text, templates are written for objects."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):

@@ -1,16 +1,17 @@
 """Text to token ids and back, for one model.
 
 Encoding runs in a bounded number of threads that leave the event loop free, and a text that cannot fit is refused by
-its length before it is tokenised. Control tokens that are written in a text are taken as control tokens, in chat (the
-template writes them) and in completions alike, as other servers of this API do; `parse_control=False` takes every
-character as text.
+its length before it is tokenised. Control tokens that are written in a text are taken as control tokens, as other
+servers of this API do: in a chat it is the template that writes them. What a client wrote comes masked
+(`control_texts.py`) and is read letter by letter.
 
 Invariant: a prompt has the model's prefix (BOS) exactly once where the files ask for one, whether or not the text or a
 template has written it already; where they ask for none, only what the text itself writes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from threading import Lock
+from types import MappingProxyType
 
 import anyio
 import anyio.to_thread
@@ -52,9 +53,16 @@ class Tokens:
         self._max_bytes_per_token = vocabulary.longest_piece_bytes * shrink
 
     async def encode(
-        self, text: str, *, max_tokens: int, add_prefix: bool = True, parse_control: bool = True
+        self,
+        text: str,
+        *,
+        max_tokens: int,
+        add_prefix: bool = True,
+        masks: Mapping[str, str] = MappingProxyType({}),
     ) -> list[TokenId]:
         """The ids of a prompt of at most `max_tokens`, computed beside the event loop.
+
+        A character that `masks` has stands for a text that is no control token, whatever it looks like.
 
         Raises `PromptRefusedError` for a text that is too long, empty (with no prefix either) or no valid Unicode, and
         `TokenizerBusyError` when too many wait.
@@ -62,9 +70,7 @@ class Tokens:
         self._check_length(text, max_tokens)
         if self._threads.statistics().tasks_waiting >= MAX_WAITING_ENCODES:
             raise TokenizerBusyError(f"{MAX_WAITING_ENCODES} prompts wait to be tokenised already: try again later")
-        ids = await anyio.to_thread.run_sync(
-            self._encode_prompt, text, add_prefix, parse_control, limiter=self._threads
-        )
+        ids = await anyio.to_thread.run_sync(self._encode_prompt, text, add_prefix, masks, limiter=self._threads)
         if not ids:
             raise PromptRefusedError("the prompt is empty, and this model begins prompts with no token of its own")
         if len(ids) > max_tokens:
@@ -84,16 +90,36 @@ class Tokens:
         if num_bytes > most:
             raise PromptRefusedError(f"the prompt has {num_bytes} bytes, more than {max_tokens} tokens can hold")
 
-    def _encode_prompt(self, text: str, add_prefix: bool, parse_control: bool) -> list[TokenId]:
-        ids = self.encode_text(text, parse_control=parse_control)
+    def _encode_prompt(self, text: str, add_prefix: bool, masks: Mapping[str, str]) -> list[TokenId]:
+        ids = self.encode_text(text, masks)
         return self.framed(ids) if add_prefix else ids
 
-    def encode_text(self, text: str, *, parse_control: bool = True) -> list[TokenId]:
+    def encode_text(self, text: str, masks: Mapping[str, str] = MappingProxyType({})) -> list[TokenId]:
         """The ids of a piece of text, with nothing added. Takes as long as the text is: not for the event loop."""
-        tokenizer = self._tokenizer if parse_control else self._literal_tokenizer()
+        if masks:
+            return self._encode_masked(text, masks)
         # The batch call is the one that gives the interpreter free while it works.
-        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return [TokenId(index) for index in encoding.ids]
+
+    def _encode_masked(self, text: str, masks: Mapping[str, str]) -> list[TokenId]:
+        """As `encode_text`: the control tokens where they stand, and what is between them without any."""
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        table = str.maketrans(dict(masks))
+        parts: list[str] = []
+        control: list[TokenId] = []
+        position = 0
+        for index, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if index in self.vocabulary.control_texts:
+                parts.append(text[position:start].translate(table))
+                control.append(TokenId(index))
+                position = end
+        parts.append(text[position:].translate(table))
+        literal = self._literal_tokenizer().encode_batch_fast(parts, add_special_tokens=False)
+        ids = [TokenId(index) for index in literal[0].ids]
+        for token_id, encoded in zip(control, literal[1:], strict=True):
+            ids += [token_id, *map(TokenId, encoded.ids)]
+        return ids
 
     def framed(self, ids: Sequence[TokenId]) -> list[TokenId]:
         """`ids` with the model's prefix and suffix exactly once each."""

@@ -1,5 +1,6 @@
 """Tokenising: the ids that the vocabulary's own rules give, BOS as the files say, never in the way of the loop."""
 
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from threading import Event
@@ -161,13 +162,21 @@ def test_a_space_is_put_first_where_the_file_says_so() -> None:
 def test_control_tokens_in_text_are_control_tokens_unless_told_otherwise() -> None:
     ids = BYTE_LEVEL.encode_text("a<|im_end|>")
     assert ids[-1] == 1
-    literal = BYTE_LEVEL.encode_text("a<|im_end|>", parse_control=False)
+    literal = BYTE_LEVEL.encode_text("aM", {"M": "<|im_end|>"})
     assert not set(literal) & {0, 1, 2}
     assert BYTE_LEVEL.decode(literal) == "a<|im_end|>"
     assert BYTE_LEVEL.decode(ids) == "a"
     assert BYTE_LEVEL.decode(ids, with_control=True) == "a<|im_end|>"
     # Asking for literal text has not changed the usual reading.
     assert BYTE_LEVEL.encode_text("a<|im_end|>") == ids
+
+
+def test_masked_text_is_read_as_if_no_token_were_written_like_it() -> None:
+    masked = BYTE_LEVEL.encode_text("<|im_end|>a M b<|im_end|><|im_end|>M", {"M": "<|im_end|>"})
+    literal = BYTE_LEVEL.encode_text("M", {"M": "a <|im_end|> b"})
+    assert masked == [1, *literal, 1, 1, *BYTE_LEVEL.encode_text("M", {"M": "<|im_end|>"})]
+    # No mask in the text: as ever.
+    assert BYTE_LEVEL.encode_text("a<|im_end|>b", {"M": "x"}) == BYTE_LEVEL.encode_text("a<|im_end|>b")
 
 
 @pytest.mark.parametrize("begins_with_bos", [False, True])
@@ -251,10 +260,10 @@ async def test_p5_15_no_more_may_wait_than_the_bound(monkeypatch: pytest.MonkeyP
     made = tokens_of(byte_level([]))
     plain = made.encode_text
 
-    def slow(text: str, *, parse_control: bool = True) -> list[TokenId]:
+    def slow(text: str, masks: Mapping[str, str]) -> list[TokenId]:
         started.set()
         assert release.wait(30)
-        return plain(text, parse_control=parse_control)
+        return plain(text, masks)
 
     monkeypatch.setattr(made, "encode_text", slow)
     async with anyio.create_task_group() as group:
