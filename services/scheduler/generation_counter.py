@@ -1,4 +1,4 @@
-"""Mints generations: numbers that grow over every restart of this process, of the machine and of the clock."""
+"""Numbers of generations, which that grow over every restart of this process, of the machine and of the clock."""
 
 import time
 from collections.abc import Callable
@@ -17,7 +17,7 @@ class GenerationCounter:
         self._path, self._clock_ns = path, clock_ns
         self._last = self._read()
 
-    def mint(self) -> Generation:
+    def next(self) -> Generation:
         """A generation above every earlier one; written down before it is used."""
         self._last = max(self._last + 1, self._clock_ns() // NS_PER_MS)
         write_atomically(self._path, f"{self._last}\n")

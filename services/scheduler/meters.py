@@ -58,6 +58,9 @@ class Meters:
         self._unsound = metrics.counter(
             "flipmesh_scheduler_unsound_censuses", "Counts of blocks after a flip that did not add up"
         )
+        self._dropped_advice = metrics.counter(
+            "flipmesh_scheduler_dropped_advice", "Advice of the policy that could not be read"
+        )
 
     def on_finished(self, record: StepRecord, batcher: Batcher) -> None:
         """A step is acknowledged by all ranks."""
@@ -68,6 +71,10 @@ class Meters:
             self._wait_s.labels(rank).inc(record.wait_ns[rank] / NS_PER_S)
         if not batcher.num_in_flight or self._clock_s() - self._published_s >= PUBLISH_INTERVAL_S:
             self.publish(batcher)
+
+    def on_dropped_advice(self) -> None:
+        """The policy said something that is no advice."""
+        self._dropped_advice.inc()
 
     def on_flip(self, abandoned_in_a_row: int, *, is_sound: bool) -> None:
         """An attempt has ended and the blocks are counted."""
@@ -92,7 +99,7 @@ class Meters:
         for reason in FinishReason:
             self._finished.labels(reason.value).inc(tally.num_finished[reason] - self._last.num_finished[reason])
             self._last.num_finished[reason] = tally.num_finished[reason]
-        self._resident.set(load.resident_requests)
+        self._resident.set(load.running_requests)
         self._queued.set(load.queued_requests)
         held = batcher.limits.num_blocks - load.free_blocks - load.cached_blocks
         for state, count in (("free", load.free_blocks), ("cached", load.cached_blocks), ("referenced", held)):

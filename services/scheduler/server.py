@@ -16,7 +16,8 @@ from flipmesh.scheduler.v1.scheduler_service_pb2_grpc import SchedulerServiceSer
 from services.core.flip.messages import FlipOutcome
 from services.mesh.codec.common import CodecError, layout_from_proto, layout_to_proto
 from services.mesh.codec.scheduler import submission_from_proto
-from services.scheduler.group import GroupLoop
+from services.scheduler.group import Group, fence_message
+from services.scheduler.inputs import Abort, Finish, Submit
 from services.scheduler.streams.sessions import Session
 
 ServeContext = grpc.aio.ServicerContext[pb.ServeRequestsRequest, pb.ServeRequestsResponse]
@@ -35,15 +36,15 @@ _OUTCOMES = {
 class SchedulerServer(SchedulerServiceServicer):
     """Serves routers for one group."""
 
-    def __init__(self, loop: GroupLoop) -> None:
-        self._loop = loop
+    def __init__(self, group: Group) -> None:
+        self._group = group
 
     # Writes through the context, which may be given up at any time; the stubs only know of generators.
     async def ServeRequests(  # type: ignore[override]  # noqa: N802 (the proto's name)
         self, request_iterator: AsyncIterator[pb.ServeRequestsRequest], context: ServeContext
     ) -> None:
         """All requests of one router, until its stream ends or it is cut."""
-        session = self._loop.open_session()
+        session = self._group.open_session()
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._read, request_iterator, session)
@@ -51,7 +52,7 @@ class SchedulerServer(SchedulerServiceServicer):
                 await session.ended.wait()
                 tasks.cancel_scope.cancel()
         finally:
-            self._loop.close_session(session)
+            self._group.close_session(session)
         if session.cut_reason is not None:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, session.cut_reason)
 
@@ -63,14 +64,14 @@ class SchedulerServer(SchedulerServiceServicer):
             target = layout_from_proto(request.target, "target")
         except CodecError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        result = await self._loop.flip(target)
+        result = await self._group.flip(target)
         response = pb.RequestFlipResponse(outcome=_OUTCOMES[result.outcome], reason=result.reason)
         if result.flip_id is not None:
             response.flip_id = result.flip_id
-        run = self._loop.run
-        if run is not None:
-            response.layout = layout_to_proto(run.kind)
-            response.fence.CopyFrom(run.fence_message)
+        generation = self._group.generation
+        if generation is not None:
+            response.layout = layout_to_proto(generation.log.layout)
+            response.fence.CopyFrom(fence_message(generation.log))
         return response
 
     async def _read(self, requests: AsyncIterator[pb.ServeRequestsRequest], session: Session) -> None:
@@ -83,11 +84,12 @@ class SchedulerServer(SchedulerServiceServicer):
     def _take(self, message: pb.ServeRequestsRequest, session: Session) -> None:
         match message.WhichOneof("message"):
             case "submit":
-                self._loop.submit(session, submission_from_proto(message.submit))
+                self._group.give(Submit(session.owned(submission_from_proto(message.submit))))
             case "abort":
-                self._loop.abort(session, message.abort.request_id)
+                self._group.give(Abort(session.inside(message.abort.request_id)))
             case "finish":
-                self._loop.finish(session, message.finish.request_id, message.finish.num_output_tokens)
+                finish = message.finish
+                self._group.give(Finish(session.inside(finish.request_id), finish.num_output_tokens))
             case None:
                 session.cut("message: a submit, abort or finish expected, the router's message is empty")
 

@@ -16,9 +16,10 @@ from services.models.geometry import ModelGeometry
 from services.models.model_files import open_model
 from services.placement.demand import Model, plan_memory, price_line
 from services.placement.ledger import Ledger
-from services.scheduler.batch.pressure import PressureLadder
+from services.scheduler.generation import Surroundings
 from services.scheduler.generation_counter import GenerationCounter
-from services.scheduler.group import GroupLoop
+from services.scheduler.group import Group
+from services.scheduler.memory_watch import MemoryWatch
 from services.scheduler.meters import Meters
 from services.scheduler.server import SchedulerServer
 from services.scheduler.sizing import GroupSize, free_memory_bytes, size_group
@@ -32,41 +33,44 @@ OUTLIVE_ROUTERS_S = SHUTDOWN_GRACE_S - 0.3
 async def serve(shell: Shell) -> None:
     """Runs the group until told to stop, then as long as routers still drain."""
     size = await _size(shell)
-    loop = make_loop(shell, size)
-    shell.introspection.report(loop.fill_status)
+    group = make_group(shell, size)
+    shell.introspection.report(group.fill_status)
     descriptor = scheduler_service_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
-    shell.server.add(add_SchedulerServiceServicer_to_server, SchedulerServer(loop), descriptor)
+    shell.server.add(add_SchedulerServiceServicer_to_server, SchedulerServer(group), descriptor)
     async with shell.server.running(is_serving=False), anyio.create_task_group() as tasks:
-        tasks.start_soon(loop.serve)
+        tasks.start_soon(group.serve)
         await shell.stop.wait()
         with anyio.move_on_after(OUTLIVE_ROUTERS_S):
-            await loop.sessions.is_empty.wait()
-        loop.sessions.cut_all("the scheduler ends: submit again to its successor")
+            await group.around.sessions.is_empty.wait()
+        group.around.sessions.cut_all("the scheduler ends: submit again to its successor")
         tasks.cancel_scope.cancel()
 
 
-def make_loop(shell: Shell, size: GroupSize) -> GroupLoop:
-    """The group's loop of this process, with nothing running yet."""
+def make_group(shell: Shell, size: GroupSize) -> Group:
+    """The group of this process, with nothing running yet."""
     settings = shell.settings
-    return GroupLoop(
+    return Group(
         size=size,
-        kind=settings.group.layout,
+        layout=settings.group.layout,
         finder=WorkerFinder(shell.peers, settings.group.num_ranks, settings.deadlines.rpc_s),
-        mint=GenerationCounter(shell.paths.root / "generation"),
+        counter=GenerationCounter(shell.paths.root / "generation"),
         deadlines=settings.deadlines,
-        progress=shell.progress,
-        meters=Meters(shell.metrics),
-        log=shell.log,
+        around=Surroundings(
+            peers=shell.peers,
+            sessions=Sessions(),
+            meters=Meters(shell.metrics),
+            progress=shell.progress,
+            log=shell.log,
+            rpc_s=settings.deadlines.rpc_s,
+            memory=_memory_watch(shell, size),
+        ),
         set_serving=shell.server.set_serving,
-        sessions=Sessions(),
-        peers=shell.peers,
         ranks_meet_in_flips=settings.group.mode != "shared",
         holds=shell.holds,
-        pressure=_ladder(shell, size),
     )
 
 
-def _ladder(shell: Shell, size: GroupSize) -> PressureLadder | None:
+def _memory_watch(shell: Shell, size: GroupSize) -> MemoryWatch | None:
     """None where no floor is set, or where pools are not in the memory that it is the floor of."""
     group = shell.settings.group
     if not group.free_floor_bytes:
@@ -74,7 +78,7 @@ def _ladder(shell: Shell, size: GroupSize) -> PressureLadder | None:
     if group.device != "cpu":
         shell.log.info("pressure-not-watched", device=group.device, reason="pools are not in host memory")
         return None
-    return PressureLadder(group.free_floor_bytes, size.block_bytes, shell.log, HostMemoryReader())
+    return MemoryWatch(group.free_floor_bytes, size.block_bytes, HostMemoryReader())
 
 
 async def _size(shell: Shell) -> GroupSize:

@@ -21,7 +21,7 @@ from services.mesh.codec.common import layout_to_proto
 from services.mesh.debug.breakpoints import HoldPoint
 from services.mesh.rpc import unary
 from tests.faults.fault_mesh import FaultMesh, Holdings
-from tests.faults.matrix import ABANDONED, COMMITTED, LOST, NONE, Cell, Expected, expected
+from tests.faults.matrix import ABANDONED, COMMITTED, LOST, NONE, REFUSED, Cell, Expected, expected
 from tests.faults.strike import LOOK_AGAIN_S, holding, strike, until_nothing_is_named
 from tests.mesh.support.flipping import Bench
 from tools.load.load import Heard, Load
@@ -70,7 +70,7 @@ async def ask_flip(bench: Bench, target: LayoutKind) -> tuple[str, str]:
         case scheduler_service_pb2.FLIP_OUTCOME_ABANDONED | scheduler_service_pb2.FLIP_OUTCOME_RESTORED:
             return ABANDONED, answer.reason
         case _:
-            return LOST if "generation ended" in answer.reason else "refused", answer.reason
+            return LOST if "generation ended" in answer.reason else REFUSED, answer.reason
 
 
 async def flip_for_sure(bench: Bench, target: LayoutKind) -> None:

@@ -99,8 +99,8 @@ class Stage(Enum):
 
 
 STAGES = {
-    HoldPoint.SCHEDULER_ARMING: Stage.UNASKED,
     HoldPoint.SCHEDULER_ASKING: Stage.UNASKED,
+    HoldPoint.SCHEDULER_ARMING: Stage.BEFORE_ENTER,
     HoldPoint.MOVER_ARMED: Stage.BEFORE_ENTER,
     HoldPoint.WORKER_PARKED: Stage.BEFORE_ENTER,
     HoldPoint.MOVER_ASSEMBLING: Stage.BEFORE_ENTER,
@@ -125,8 +125,8 @@ MEETING = (
 )
 """Where it matters that ranks meet in the work."""
 
-COMMITTED, ABANDONED, LOST, NONE = "committed", "abandoned", "lost", "none"
-"""What becomes of the flip; lost: with its generation, or with who could have said."""
+COMMITTED, ABANDONED, REFUSED, LOST, NONE = "committed", "abandoned", "refused", "lost", "none"
+"""What becomes of the flip; refused: nothing was written; lost: with its generation, or with who could have said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +179,10 @@ def _without_mover(cell: Cell, stage: Stage | None, commits: frozenset[str]) -> 
     if stage in (None, Stage.DECIDED, Stage.WRITTEN):
         return Expected(commits)
     if cell.fault is Fault.STOP:
+        if stage is Stage.UNASKED:
+            return Expected(frozenset({REFUSED}), reason="no mover for")
+        if cell.point is HoldPoint.SCHEDULER_ARMING:
+            return Expected(frozenset({ABANDONED, REFUSED}), reason="no mover for")
         if cell.mode == TOGETHER:
             return Expected(frozenset({LOST}), is_lost=True, is_resubmitted=True)
         return Expected(frozenset({ABANDONED}), reason="no mover for")

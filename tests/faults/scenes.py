@@ -94,7 +94,7 @@ async def one_free_block(struck: FaultMesh, bench: Bench, control: Control) -> S
             status = await bench.scheduler()
             if status.num_free_blocks + status.num_cached_blocks > 1 or not status.num_resident_requests:
                 continue
-            async with holding(bench, Victim("scheduler"), HoldPoint.SCHEDULER_ASKING) as held:
+            async with holding(bench, Victim("worker", LAST), HoldPoint.WORKER_PARKED) as held:
                 flip = asyncio.create_task(ask_flip(bench, (await bench.layout()).other))
                 await held.reached()
                 status = await bench.scheduler()

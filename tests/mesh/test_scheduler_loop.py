@@ -19,7 +19,8 @@ from services.mesh.logs.line import Level
 from services.mesh.logs.log import Log
 from services.mesh.settings.paths import StatePaths
 from services.mesh.settings.tables import DeadlineSettings
-from services.scheduler.generation_run import STOOD_STILL_S, GenerationLostError
+from services.scheduler.generation import GenerationLostError
+from services.scheduler.log import STOOD_STILL_NS
 from services.scheduler.streams import sessions
 from tests.mesh.support.toy_group import WAIT_S, ToyGroup, running_group
 from tests.support.toy_rank import answer, limits_of
@@ -73,7 +74,7 @@ async def test_requests_are_answered_through_ranks_that_get_the_same_bytes(
         assert status.num_ranks_joined == 2 and status.generation == opened.fence.generation
         assert status.num_steps_total == len(group.workers[0].plans)
         assert status.num_free_blocks + status.num_cached_blocks == status.num_total_blocks == 64
-        assert len(group.loop.run.ledger.records if group.loop.run else []) == len(group.workers[0].plans)
+        assert len(group.run.log.ledger.records) == len(group.workers[0].plans)
 
 
 async def test_what_routers_call_alike_is_kept_apart(tmp_path: Path, log: Log) -> None:
@@ -100,9 +101,8 @@ async def test_a_router_that_leaves_takes_its_requests_with_it(tmp_path: Path, l
         for worker in group.workers:
             worker.may_answer.set()
         await other.ended("b")
-        assert group.loop.run is not None
-        assert group.loop.run.batcher.open_request_ids == ()
-        assert group.loop.run.batcher.tally.num_finished[FinishReason.ABORT] == 1
+        assert group.run.log.batcher.open_request_ids == ()
+        assert group.run.log.batcher.tally.num_finished[FinishReason.ABORT] == 1
 
 
 async def test_aborts_and_stop_strings_travel(tmp_path: Path, log: Log) -> None:
@@ -167,7 +167,7 @@ async def test_a_pause_of_this_process_is_no_silence_of_its_ranks(tmp_path: Path
         group.workers[1].may_answer.clear()
         await router.submit("a", PROMPT, 5)
         await group.workers[1].has_plan.wait()
-        time.sleep(deadlines.step_s + 2 * STOOD_STILL_S)  # noqa: ASYNC251 (the whole process stands still)
+        time.sleep(deadlines.step_s + 2e-9 * STOOD_STILL_NS)  # noqa: ASYNC251 (the whole process stands still)
         group.workers[1].may_answer.set()
         await router.ended("a")
         assert router.output("a") == answer(PROMPT, 5)
@@ -266,7 +266,7 @@ async def test_a_router_that_does_not_read_is_cut(tmp_path: Path, log: Log, monk
     monkeypatch.setattr(sessions, "MAX_OUTBOX_EVENTS", 50)
     async with running_group(tmp_path, log, limits=limits_of(num_blocks=512, max_context_tokens=4096)) as group:
         deaf, other = await group.joined(), await group.joined()
-        session = group.loop.sessions._open[1]
+        session = group.loop.around.sessions._open[1]
         # As when the connection takes nothing: the writer is stuck in a write, and the outbox fills.
         session.wake = NeverSet()  # type: ignore[assignment]
         await deaf.submit("a", PROMPT, 400)
@@ -285,7 +285,7 @@ async def test_a_flip_to_the_layout_already_there_is_refused_with_the_layout_as_
     async with running_group(tmp_path, log) as group:
         await group.joined()
         stub = SchedulerServiceStub(group.peers.channel("scheduler"))
-        kind = layout_to_proto(group.loop.kind)
+        kind = layout_to_proto(group.loop.layout)
         response = await stub.RequestFlip(pb.RequestFlipRequest(target=kind))
         assert (response.outcome, response.layout, response.fence.epoch) == (pb.FLIP_OUTCOME_REFUSED, kind, 1)
         assert "already" in response.reason

@@ -3,9 +3,11 @@
 from dataclasses import dataclass, field
 from random import Random
 
+from services.core.flip.log_side import FlipClocks
 from services.core.flip.messages import FlipDeadlines
 from services.core.ids import BLOCK_SLOTS, LayoutKind, TokenId
 from services.scheduler.batch.limits import BatchLimits
+from services.scheduler.log import LogDeadlines
 from tests.sim.processes.memory import Mode, Slip
 from tests.sim.processes.toy_model import END_ID, VOCAB, letter
 from tests.sim.processes.world import Delay
@@ -18,6 +20,16 @@ STEP_NS = 500 * MS
 """How long a step may be unanswered before its generation ends."""
 MOVER_ABSENT_NS = 300 * MS
 """How long the scheduler waits for a mover that is stopped or gone before it abandons by itself."""
+BEAT_NS = 100 * MS
+"""A mover whose attempt waits says so this often."""
+LOG_DEADLINES = LogDeadlines(boot_ns=2 * S, step_ns=STEP_NS)
+FLIP_CLOCKS = FlipClocks(
+    silence_ns=MOVER_ABSENT_NS,
+    frozen_ns=DEADLINES.park_ns + DEADLINES.presence_ns + DEADLINES.data_plane_ns + MOVER_ABSENT_NS,
+    again_ns=5 * MS,
+)
+PATIENT_NS = 300 * MS
+"""How long a batch stands still at most where nobody is hurt: a flip's messages, on slow channels."""
 LONG_STOP_NS = 100 * MS
 """A process that sleeps longer may miss a deadline."""
 SLOW_CHANNEL_NS = 30 * MS

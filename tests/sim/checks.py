@@ -10,8 +10,9 @@ from services.core.flip.participant import ParticipantState
 from services.core.flip.records import Concluded, Entered, FlipKey, Record
 from services.core.ids import BLOCK_SLOTS, BlockId, FlipId, Generation, Rank
 from services.core.log import LogState
-from services.core.step import CommitEntry, LogEntry
-from tests.sim.case import Fault
+from services.core.step import CommitEntry, FlipEntry, LogEntry
+from services.scheduler.inputs import FlipEnded
+from tests.sim.case import FLIP_CLOCKS, PATIENT_NS, STEP_NS, Fault
 from tests.sim.processes.data_plane import DataPlane
 from tests.sim.processes.toy_model import EMPTY, chained, letter
 from tests.sim.processes.world import InvariantError
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from tests.sim.processes.group import Group
     from tests.sim.processes.rank import RankProcess
     from tests.sim.processes.resident_places import Place
-    from tests.sim.processes.scheduler import PendingFlip, Run
+    from tests.sim.processes.scheduler import Run
 
 
 class Checks:
@@ -32,10 +33,12 @@ class Checks:
         self._planes: dict[int, DataPlane] = {}
         self._present: dict[tuple[FlipKey, int], set[Rank]] = {}
         self._verified: dict[FlipKey, set[Rank]] = {}
-        self._owned: dict[FlipKey, tuple[tuple[BlockId, int], ...]] = {}
+        self._owned: tuple[tuple[BlockId, int], ...] = ()
+        """When the batch was frozen, and when that was."""
+        self._frozen_ns = 0
         self._faults: list[tuple[int, Fault]] = []
         self.outcomes: list[FlipOutcome] = []
-        self.num_committed = self.num_abandoned = self.num_lost = self.num_carried = 0
+        self.num_committed = self.num_abandoned = self.num_lost = self.num_carried = self.longest_frozen_ns = 0
 
     def on_fault(self, fault: Fault) -> None:
         """Somebody was hurt."""
@@ -44,7 +47,9 @@ class Checks:
     # The log.
 
     def on_generation(self, generation: Generation, plane: DataPlane) -> None:
-        """A new one has begun."""
+        """A new one has begun, under a number that none had before."""
+        if generation in self._planes:
+            raise InvariantError("one number, one generation", f"generation {generation} has been before")
         self._planes[generation] = plane
 
     def on_logged(self, entry: LogEntry) -> None:
@@ -65,9 +70,12 @@ class Checks:
 
     # Flips.
 
-    def on_freeze(self, run: "Run", flip_id: FlipId) -> None:
-        """A flip is armed: whose blocks are whose is settled until its outcome."""
-        self._owned[run.fence.generation, flip_id] = run.batcher._tables.pool.owned_runs()
+    def on_freeze(self, run: "Run", flip: FlipEntry) -> None:
+        """FLIP is written: the mover has taken it, and whose blocks are whose stays as it is until its outcome."""
+        key = (run.fence.generation, flip.flip_id)
+        if self._group.mover.journal.last(key) is None:
+            raise InvariantError("asked, then frozen", f"flip {flip.flip_id}: the mover has never heard of it")
+        self._owned, self._frozen_ns = run.batcher._tables.pool.owned_runs(), self._group.world.now_ns
         self._group.moment("armed")
 
     def on_present(self, rank: "RankProcess", flip_id: FlipId, round_number: int) -> None:
@@ -100,7 +108,7 @@ class Checks:
         run = self._group.scheduler.run
         flip = None if run is None or run.fence.generation != key[0] else run.flip
         # A mover that slept may enter what the log has abandoned: ranks are past it, and nobody follows.
-        if flip is not None and flip.entry.flip_id == key[1] and self._planes[key[0]].num_held:
+        if flip is not None and flip.flip_id == key[1] and self._planes[key[0]].num_held:
             raise InvariantError(
                 "channels empty", f"flip {key[1]} enters with {self._planes[key[0]].num_held} messages held"
             )
@@ -126,17 +134,24 @@ class Checks:
         if state is not ParticipantState.VERIFIED or rank.participant.flip_id != flip_id:
             raise InvariantError("commit after all verified", f"flip {flip_id}: {rank.name} is {state.value}")
 
-    def on_outcome(self, outcome: FlipOutcome, reason: str) -> None:
+    def on_flip_ended(self, run: "Run", ended: FlipEnded) -> None:
         """Counted; a clock that expires without a fault is a wedge somebody papered over."""
-        self.outcomes.append(outcome)
-        if outcome is FlipOutcome.COMMITTED:
+        if ended.outcome is FlipOutcome.COMMITTED:
             self.num_committed += 1
         else:
             self.num_abandoned += 1
-        if "in time" in reason and not any(fault.is_patience for _, fault in self._faults):
+        if ended.outcome is not None:
+            self.outcomes.append(ended.outcome)
+        is_late = "in time" in ended.reason or "no outcome within" in ended.reason
+        faults = [fault for _, fault in self._faults]
+        if is_late and not any(fault.is_patience for fault in faults):
             raise InvariantError(
-                "convergence", f"nobody was stopped, and a flip is {outcome.value}: {reason}; {self.waits}"
+                "convergence", f"nobody was stopped, and a flip is {ended.outcome}: {ended.reason}; {self.waits}"
             )
+        if "no mover" in ended.reason and not any(fault.who == "mover" for fault in faults):
+            raise InvariantError("convergence", f"the mover is there, and given up: {ended.reason}; {self.waits}")
+        if ended.census is not None:
+            self._frozen_time()
 
     @property
     def waits(self) -> str:
@@ -144,17 +159,30 @@ class Checks:
         run = self._group.scheduler.run
         return "no generation" if run is None else self._planes[run.fence.generation].waits
 
-    def on_thaw(self, run: "Run", flip: "PendingFlip") -> None:
-        """Nothing changed hands while the flip was pending."""
-        then = self._owned[run.fence.generation, flip.entry.flip_id]
+    def while_frozen(self, run: "Run", flip: FlipEntry) -> None:
+        """Nothing changes hands while the flip is pending."""
         now = run.batcher._tables.pool.owned_runs()
-        if now != then:
-            raise InvariantError("frozen blocks", f"blocks {then} had owners at the FLIP, {now} have now")
+        if now != self._owned:
+            raise InvariantError("frozen blocks", f"blocks {self._owned} had owners at the FLIP, {now} have now")
+
+    def on_thaw(self, run: "Run") -> None:
+        """The outcome is written."""
         self.num_carried += len(run.batcher.open_request_ids)
+
+    def _frozen_time(self) -> None:
+        """Bounded, whoever is hurt; and short where nobody is."""
+        frozen_ns = self._group.world.now_ns - self._frozen_ns
+        slept_ns = sum(fault.for_ns for _, fault in self._faults if fault.who == "scheduler")
+        bound_ns = FLIP_CLOCKS.frozen_ns + STEP_NS + 2 * slept_ns if self._faults else PATIENT_NS
+        self.longest_frozen_ns = max(self.longest_frozen_ns, 0 if self._faults else frozen_ns)
+        if frozen_ns > bound_ns:
+            raise InvariantError("frozen time", f"the batch stood still for {frozen_ns / 1e6:.1f} ms")
 
     def on_lost(self, run: "Run", reason: str) -> None:
         """A generation ends only by a fault."""
         self.num_lost += 1
+        if run.flip is not None:
+            self._frozen_time()
         reasons = [at_ns + fault.for_ns >= run.begun_ns for at_ns, fault in self._faults if fault.may_end_generation]
         if not any(reasons) and not self._group.case.odds.breaks:
             raise InvariantError("generation lost", f"without a fault that could end it: {reason}")
@@ -200,9 +228,9 @@ class Checks:
         if run is None or not run.is_open:
             raise InvariantError("wedge", "no generation serves at the end")
         if run.flip is not None:
-            raise InvariantError("wedge", f"flip {run.flip.entry.flip_id} has no outcome at the end")
-        if run.attempts.pending is not None:
-            raise InvariantError("wedge", f"flip {run.attempts.pending} is over and stands in the way of the next")
+            raise InvariantError("wedge", f"flip {run.flip.flip_id} has no outcome at the end")
+        if (attempt := run.attempts.attempt) is not None:
+            raise InvariantError("wedge", f"flip {attempt.flip_id} is over and stands in the way of the next")
         batcher, census = run.batcher, run.batcher.census()
         if batcher.open_request_ids or batcher.num_in_flight:
             raise InvariantError(
@@ -212,7 +240,7 @@ class Checks:
             raise InvariantError("census", f"at the end: {census}")
         for rank in group.ranks:
             follower = rank.follower
-            if (follower.sequence, follower.state, follower.layout) != (run.log.sequence, LogState.RUNNING, run.kind):
+            if (follower.sequence, follower.state, follower.layout) != (run.log.sequence, LogState.RUNNING, run.layout):
                 raise InvariantError(
                     "wedge", f"{rank.name} is {follower.state.value} at {follower.sequence} of {run.log.sequence}"
                 )

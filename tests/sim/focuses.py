@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from services.core.ids import TokenId
-from tests.sim.case import MS, US, Case, Fault, Odds, Trigger
+from tests.sim.case import MS, US, Case, Fault, Odds
 from tests.sim.processes.memory import Mode
 
 
@@ -64,20 +64,6 @@ def scheduler_dies_as_flips_follow_each_other(case: Case) -> Case:
     """Its next life makes flips as well."""
     faults = (Fault(0, "crash", "scheduler", moment="concluded"),)
     return replace(case, faults=faults, odds=Odds(), eager_flips=3)
-
-
-def scheduler_dies_as_it_asks(case: Case) -> Case:
-    """Its next life makes a flip at once, while the mover is yet to hear the last question of the life before."""
-    return replace(
-        case,
-        triggers=tuple(Trigger(at * MS // 2, case.kind.other) for at in range(60)),
-        faults=(Fault(0, "crash", "scheduler", moment="armed"),),
-        slow_share=0.3,
-        boot=(50 * US, 500 * US),
-        control=(50 * US, 1500 * US),
-        eager_flips=0,
-        odds=Odds(),
-    )
 
 
 def the_question_breaks_after_enter(case: Case) -> Case:

@@ -27,9 +27,9 @@ from services.core.step import SampledTokens, StepPlan
 from services.scheduler.batch.admission import WaitingQueue, refusal
 from services.scheduler.batch.block_tables import BlockTables
 from services.scheduler.batch.limits import BatchLimits
-from services.scheduler.batch.microbatch import StepWindow
+from services.scheduler.batch.microbatch import StepsInFlight
 from services.scheduler.batch.running_request import Request
-from services.scheduler.batch.running_requests import Residents
+from services.scheduler.batch.running_requests import RunningRequests
 from services.scheduler.batch.step_composer import IssuedRow, StepComposer, StepDraft
 from services.scheduler.batch.tally import Tally
 
@@ -47,7 +47,7 @@ class Load:
     uncomputed_prefill_tokens: int
     """Behind the fill boundary of every admitted request, plus what the queue will admit now."""
     decode_rows: int
-    resident_requests: int
+    running_requests: int
     queued_requests: int
     free_blocks: int
     cached_blocks: int
@@ -59,12 +59,12 @@ class Batcher:
     def __init__(self, limits: BatchLimits, layout: Layout) -> None:
         self.limits = limits
         self.tally = Tally()
-        self._window = StepWindow(layout, limits.steps_ahead)
+        self._window = StepsInFlight(layout, limits.steps_ahead)
         self._kind = layout.kind
         self._queue = WaitingQueue()
-        self._residents = Residents(limits.max_resident_requests)
+        self._running = RunningRequests(limits.max_resident_requests)
         self._tables = BlockTables(limits.num_blocks)
-        self._composer = StepComposer(limits, self._residents, self._queue, self._tables, self.tally)
+        self._composer = StepComposer(limits, self._running, self._queue, self._tables, self.tally)
         self._open: dict[RequestId, Request] = {}
         self._in_flight: dict[LogIndex, StepDraft] = {}
         self._last_committed: LogIndex | None = None
@@ -127,7 +127,7 @@ class Batcher:
         plan = draft.plan
         return StepPlan(
             microbatch=self._window.issue(sequence),
-            released=self._residents.announce(),
+            released=self._running.announce(),
             admitted=plan.admitted,
             block_request_index=plan.block_request_index,
             block_position=plan.block_position,
@@ -201,7 +201,7 @@ class Batcher:
         if layout.kind is not self._kind:
             assert not self._in_flight, f"a flip to {layout.kind.value} with steps {sorted(self._in_flight)} in flight"
             self._kind = layout.kind
-            self._window = StepWindow(layout, self.limits.steps_ahead)
+            self._window = StepsInFlight(layout, self.limits.steps_ahead)
         self._is_frozen = False
         # A flip may have put pages under the whole pool.
         self._backed_end = self.limits.num_blocks
@@ -246,7 +246,7 @@ class Batcher:
     def retract_youngest(self) -> tuple[RequestId, int]:
         """Sends a request back to the queue, to be computed again once `resume`; returns it and its blocks' number."""
         assert not self._is_frozen, "blocks are the flip's"
-        victim = self._residents.youngest
+        victim = self._running.youngest
         num_blocks = len(victim.blocks)
         self._composer.preempt(victim)
         self._composer.admits = False
@@ -270,19 +270,19 @@ class Batcher:
 
     @property
     def num_partly_prefilled(self) -> int:
-        """Residents whose prompt is not wholly in the log yet."""
-        return sum(request.is_prefilling for request in self._residents)
+        """RunningRequests whose prompt is not wholly in the log yet."""
+        return sum(request.is_prefilling for request in self._running)
 
     def load(self) -> Load:
         """What is to be done now."""
         num_pending, num_decoding = self._admissible_tokens(), 0
-        for request in self._residents:
+        for request in self._running:
             num_pending += max(0, request.prefill_target - request.num_computed)
             num_decoding += not request.is_prefilling
         return Load(
             uncomputed_prefill_tokens=num_pending,
             decode_rows=num_decoding,
-            resident_requests=len(self._residents),
+            running_requests=len(self._running),
             queued_requests=len(self._queue),
             free_blocks=self._tables.pool.num_free,
             cached_blocks=self._tables.tree.num_cached,
@@ -290,7 +290,7 @@ class Batcher:
 
     def census(self) -> PoolCensus:
         """Counts every block by its owners; walks everything, so not for every step."""
-        return self._tables.census([*self._residents, *self._unfreed])
+        return self._tables.census([*self._running, *self._unfreed])
 
     def flush_prefix_cache(self) -> int:
         """Gives back every cached block that no request holds and returns their number; none while frozen."""
@@ -314,7 +314,7 @@ class Batcher:
             text = f"request {submission.request_id} is already open: choose another id, or wait for its end"
             return Rejected(submission.request_id, RejectReason.INVALID, "request_id", text)
         # Those that free indexes could let in do not wait: a whole lost generation may come back at once.
-        max_queued = self.limits.max_queued_requests + self._residents.num_free
+        max_queued = self.limits.max_queued_requests + self._running.num_free
         if len(self._queue) >= max_queued:
             text = f"{len(self._queue)} requests are queued, {max_queued} may be: try again later"
             return Rejected(submission.request_id, RejectReason.OVERLOADED, "", text)
@@ -366,7 +366,7 @@ class Batcher:
         if request.index is None:
             self._queue.remove(request)
         else:
-            self._residents.leave(request)
+            self._running.leave(request)
             self._free(request)
         if num_output_tokens is None:
             num_output_tokens = request.num_output_tokens
@@ -376,7 +376,7 @@ class Batcher:
         if self._is_frozen:
             self._unfreed.append(request)
             return
-        self._residents.free(request)
+        self._running.free(request)
         self._tables.release(request)
 
     def _admissible_tokens(self) -> int:

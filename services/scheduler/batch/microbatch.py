@@ -13,7 +13,7 @@ from services.core.ids import LogIndex as StepSequence
 from services.core.layout import Layout
 
 
-class StepWindow:
+class StepsInFlight:
     """Unacknowledged steps of one layout."""
 
     __slots__ = ("_free", "_microbatch_of", "capacity", "max_samples_in_flight", "num_stages")

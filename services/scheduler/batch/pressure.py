@@ -2,22 +2,16 @@
 
 Rungs, each taken only where those before do not give enough: evict prefix blocks that no request holds, least recently
 used first; have ranks release the pages above the highest live row; send the youngest request back to the queue, where
-it waits until there is memory again. A release is a word in the step log: ranks decide nothing, but may refuse. It
-looks at most once a second, and after a release or a retraction waits for the next look to see what it gave. Never acts
-while a flip is pending, when blocks belong to it, and never takes the last request.
+it waits until there is memory again. A release is a word in the step log: ranks decide nothing, but may refuse. After a
+release or a retraction the next look shows what it gave. Never acts while a flip is pending, when blocks belong to it,
+never takes the last request, and never looks at memory itself.
 """
 
-import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 
-from services.mesh.host_memory import HostMemoryReader
-from services.mesh.logs.log import Log
+from services.core.ids import RequestId
 from services.scheduler.batch.batcher import Batcher
-
-LOOK_EVERY_S = 1.0
-RECOVERY_MARGIN = 1.1
-"""Of the floor: above it, retracted requests may come back."""
 
 
 class Rung(Enum):
@@ -28,7 +22,7 @@ class Rung(Enum):
     RETRACT = "retract"
 
 
-def next_rung(num_needed: int, *, num_dead: int, num_cached: int, num_resident: int, is_frozen: bool) -> Rung | None:
+def next_rung(num_needed: int, *, num_dead: int, num_cached: int, num_running: int, is_frozen: bool) -> Rung | None:
     """What to do for `num_needed` blocks' memory; None: nothing is needed, or nothing can be done.
 
     `num_dead`: blocks above every owned one that may have pages. `num_cached`: those that no request holds.
@@ -39,41 +33,33 @@ def next_rung(num_needed: int, *, num_dead: int, num_cached: int, num_resident: 
         return Rung.EVICT
     if num_dead:
         return Rung.RELEASE
-    return Rung.RETRACT if num_resident > 1 else None
+    return Rung.RETRACT if num_running > 1 else None
 
 
-class PressureLadder:
-    """The ladder over one host's memory, for one batcher after another."""
+@dataclass(frozen=True, slots=True)
+class Relief:
+    """A rung that was taken."""
 
-    def __init__(
-        self,
-        floor_bytes: int,
-        block_bytes: int,
-        log: Log,
-        memory: HostMemoryReader,
-        clock_s: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`block_bytes`: of a block's rows, all ranks together."""
-        self._floor, self._block_bytes = floor_bytes, block_bytes
-        self._log, self._memory, self._clock_s = log, memory, clock_s
-        self._looked_s = float("-inf")
+    rung: Rung
+    num_blocks: int
+    """What it gives, once ranks have heard of it."""
+    request_id: RequestId | None = None
+    """Who was sent back."""
 
-    def look(self, batcher: Batcher) -> None:
-        """Reads what is free, unless it was read within the last second, and climbs as far as needed."""
-        if self._clock_s() - self._looked_s < LOOK_EVERY_S:
-            return
-        self._looked_s = self._clock_s()
-        free_bytes = self._memory.read().left_bytes
-        if free_bytes >= self._floor * RECOVERY_MARGIN:
-            batcher.resume()
-        num_needed = -(-(self._floor - free_bytes) // self._block_bytes)
-        while (rung := _next_of(batcher, num_needed)) is not None:
-            gave = _take(rung, batcher, num_needed)
-            self._log.warning(
-                "memory-pressure", rung=rung.value, free_bytes=free_bytes, floor_bytes=self._floor, **gave
-            )
-            if rung is not Rung.EVICT:
-                return
+
+def climb(batcher: Batcher, num_needed: int, *, is_enough: bool) -> list[Relief]:
+    """Takes rungs for `num_needed` blocks' memory, as far as can be seen before ranks have given any back.
+
+    `is_enough`: there is memory again, so that whoever was sent back may return.
+    """
+    if is_enough:
+        batcher.resume()
+    taken: list[Relief] = []
+    while (rung := _next_of(batcher, num_needed)) is not None:
+        taken.append(_take(rung, batcher, num_needed))
+        if rung is not Rung.EVICT:
+            break
+    return taken
 
 
 def _next_of(batcher: Batcher, num_needed: int) -> Rung | None:
@@ -84,20 +70,19 @@ def _next_of(batcher: Batcher, num_needed: int) -> Rung | None:
         num_needed,
         num_dead=batcher.num_dead_blocks,
         num_cached=load.cached_blocks,
-        num_resident=load.resident_requests,
+        num_running=load.running_requests,
         is_frozen=batcher.is_frozen,
     )
 
 
-def _take(rung: Rung, batcher: Batcher, num_needed: int) -> dict[str, object]:
-    """Does it; what it gave, for the log."""
+def _take(rung: Rung, batcher: Batcher, num_needed: int) -> Relief:
     match rung:
         case Rung.EVICT:
-            return {"blocks": batcher.evict_cached(num_needed)}
+            return Relief(rung, batcher.evict_cached(num_needed))
         case Rung.RELEASE:
             num_dead = batcher.num_dead_blocks
             batcher.release_dead()
-            return {"blocks": num_dead}
+            return Relief(rung, num_dead)
         case Rung.RETRACT:
-            request, num_blocks = batcher.retract_youngest()
-            return {"blocks": num_blocks, "request": request}
+            request_id, num_blocks = batcher.retract_youngest()
+            return Relief(rung, num_blocks, request_id)

@@ -11,7 +11,7 @@ from services.core.ids import RequestIndex
 from services.scheduler.batch.running_request import Request
 
 
-class Residents:
+class RunningRequests:
     """Requests in the batch in their order: the first is preempted last."""
 
     __slots__ = ("_free", "_requests", "_unannounced")

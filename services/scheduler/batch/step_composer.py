@@ -17,9 +17,9 @@ from services.scheduler.batch.admission import WaitingQueue
 from services.scheduler.batch.block_tables import BlockTables
 from services.scheduler.batch.chunking import ChunkBudget
 from services.scheduler.batch.limits import BatchLimits
-from services.scheduler.batch.microbatch import StepWindow
+from services.scheduler.batch.microbatch import StepsInFlight
 from services.scheduler.batch.running_request import Request
-from services.scheduler.batch.running_requests import Residents
+from services.scheduler.batch.running_requests import RunningRequests
 from services.scheduler.batch.tally import Tally
 
 
@@ -57,7 +57,7 @@ class StepComposer:
     """Composes steps from the state of one generation."""
 
     limits: BatchLimits
-    residents: Residents
+    running: RunningRequests
     queue: WaitingQueue
     tables: BlockTables
     tally: Tally
@@ -67,9 +67,9 @@ class StepComposer:
     @property
     def num_admissible(self) -> int:
         """Queued requests that may enter, as far as indexes go."""
-        return min(len(self.queue), self.residents.num_free if self.admits else int(not len(self.residents)))
+        return min(len(self.queue), self.running.num_free if self.admits else int(not len(self.running)))
 
-    def compose(self, sequence: LogIndex, window: StepWindow) -> StepDraft | None:
+    def compose(self, sequence: LogIndex, window: StepsInFlight) -> StepDraft | None:
         """The next step under `sequence`, or None where no request has anything to compute now.
 
         The plan's microbatch, releases and `tokens_through` are left to the caller.
@@ -77,8 +77,8 @@ class StepComposer:
         draft = StepDraft()
         self._decode(draft, sequence, window)
         limits = self.limits
-        prefilling = [request for request in self.residents if request.is_prefilling]
-        anyone_decodes = len(prefilling) < len(self.residents)
+        prefilling = [request for request in self.running if request.is_prefilling]
+        anyone_decodes = len(prefilling) < len(self.running)
         num_tokens = window.token_budget(limits.max_batch_tokens, anyone_decodes=anyone_decodes)
         # Never so little that prompts starve beside many rows.
         num_left = min(limits.max_batch_tokens - draft.num_tokens, max(BLOCK_SLOTS, num_tokens - draft.num_tokens))
@@ -93,9 +93,9 @@ class StepComposer:
         draft.owned_end = self.tables.pool.owned_end
         return draft if draft.rows else None
 
-    def _decode(self, draft: StepDraft, sequence: LogIndex, window: StepWindow) -> None:
+    def _decode(self, draft: StepDraft, sequence: LogIndex, window: StepsInFlight) -> None:
         max_in_flight = window.max_samples_in_flight
-        decoding = [request for request in self.residents if not request.is_prefilling]
+        decoding = [request for request in self.running if not request.is_prefilling]
         ready = [r for r in decoding if r.num_in_flight < max_in_flight and r.num_known < r.max_tokens]
         for request in ready[: window.decode_share(len(ready), len(decoding))]:
             if request.index is not None and self._has_slot(draft, request):
@@ -111,7 +111,7 @@ class StepComposer:
                 draft.plan.block_position.append(len(request.blocks) - 1)
                 draft.plan.block_id.append(block)
                 continue
-            victim = self.residents.youngest
+            victim = self.running.youngest
             self.preempt(victim)
             if victim is request:
                 return False
@@ -119,8 +119,8 @@ class StepComposer:
 
     def preempt(self, victim: Request) -> None:
         """Back to the queue at its place; results in flight still count until it is admitted again."""
-        self.residents.leave(victim)
-        self.residents.free(victim)
+        self.running.leave(victim)
+        self.running.free(victim)
         self.tables.release(victim)
         self.queue.add(victim)
         self.tally.num_preemptions += 1
@@ -151,7 +151,7 @@ class StepComposer:
         request.num_issued = end
 
     def _admit(self, draft: StepDraft, max_requests: int, budget: ChunkBudget, sequence: LogIndex) -> None:
-        num_decoding = sum(1 for request in self.residents if not request.is_prefilling)
+        num_decoding = sum(1 for request in self.running if not request.is_prefilling)
         for _ in range(max_requests):
             request = self.queue.head
             # One block to spare for each request that decodes, or it would be preempted again at once.
@@ -173,7 +173,7 @@ class StepComposer:
         draft.plan.admitted.append(
             AdmittedRequest(
                 request_id=request.request_id,
-                request_index=self.residents.enter(request),
+                request_index=self.running.enter(request),
                 token_ids=tuple(request.tokens),
                 num_prompt_tokens=submission.num_prompt_tokens,
                 block_ids=tuple(request.blocks),

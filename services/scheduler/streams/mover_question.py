@@ -1,87 +1,79 @@
-"""The question that a flip puts to the mover: asked again when the answer breaks off, given up after a long silence.
+"""The question that a flip puts to the mover: what it answers, as it comes, until the question is withdrawn. IO only.
 
-A mover that works says so every second or two, so silence means that it is gone or stopped, however long a flip may
-take. Never decides what a silence leads to.
+A mover that is not there is waited for: how long, its log decides.
 """
 
 import asyncio
-import time
+from collections.abc import AsyncIterator
 
-import anyio
+import anyio.lowlevel
 import grpc.aio
+from flipmesh.common.v1 import layout_pb2
 from flipmesh.mover.v1 import mover_service_pb2 as pb
 from flipmesh.mover.v1.mover_service_pb2_grpc import MoverServiceStub
 
-from services.core.flip.messages import FlipOutcome
+from services.core.ids import FlipId
+from services.mesh.codec.common import layout_to_proto
 from services.mesh.codec.flip import outcome_from_proto
-from services.mesh.rpc import Peers
-from services.mesh.settings.tables import DeadlineSettings
+from services.scheduler.inputs import MoverDecided, MoverSpoke, Question, QuestionFailed
 
-LOOK_S = 0.5
-"""Silence is counted in pieces of so much, and not those in which this process stood still."""
-MAX_HEARD = 64
-"""Responses that wait; one attempt has a handful, and its beats are taken as they come."""
-
-Call = grpc.aio.UnaryStreamCall[pb.RunFlipRequest, pb.RunFlipResponse]
-Heard = asyncio.Queue[pb.RunFlipResponse | str]
+Words = MoverSpoke | MoverDecided | QuestionFailed
 
 
 class MoverQuestion:
-    """One attempt's question; `left_s` counts down from the mover's last word."""
+    """One question of one attempt."""
 
-    def __init__(self, peers: Peers, deadlines: DeadlineSettings, request: pb.RunFlipRequest) -> None:
-        self._peers = peers
-        self._request = request
-        self._bound_s = deadlines.park_s + deadlines.presence_s + deadlines.flip_data_plane_s + deadlines.rpc_s
-        self.silence_s = deadlines.mover_silence_s
-        """How long serving stands still for a mover that says nothing: its supervisor restarts it within a second or
-        two."""
-        self._heard_s = time.monotonic()
+    def __init__(self, channel: grpc.aio.Channel, question: Question) -> None:
+        self.asked = question
+        self._channel = channel
+        self._call: grpc.aio.UnaryStreamCall[pb.RunFlipRequest, pb.RunFlipResponse] | None = None
+        self._is_withdrawn = False
 
-    @property
-    def left_s(self) -> float:
-        """Until the mover counts as gone."""
-        return max(0.0, self._heard_s + self.silence_s - time.monotonic())
+    def withdraw(self) -> None:
+        """Nobody waits for the answer any more."""
+        self._is_withdrawn = True
+        if self._call is not None:
+            self._call.cancel()
 
-    async def ask(self) -> tuple[FlipOutcome | None, str]:
-        """The outcome and its reason; None and why there is no answer."""
-        call = MoverServiceStub(self._peers.channel("mover")).RunFlip(self._request, timeout=self._bound_s)
-        heard: Heard = asyncio.Queue(MAX_HEARD)
-        # A task of its own: grpc's cancellation of a read and anyio's of a wait do not know each other.
-        reader = asyncio.create_task(_read(call, heard))
+    async def words(self) -> AsyncIterator[Words]:
+        """Asks; what the mover says, the last of it an outcome or why there is none; nothing once withdrawn."""
+        if self._is_withdrawn:
+            return
+        flip_id, failure = self.asked.flip_id, "the mover ended its stream without an outcome"
+        call = self._call = MoverServiceStub(self._channel).RunFlip(_request(self.asked), wait_for_ready=True)
         try:
-            return await self._listen(heard)
-        finally:
+            async for response in call:
+                word = _word(flip_id, response)
+                yield word
+                if isinstance(word, MoverDecided):
+                    return
+        except grpc.aio.AioRpcError as error:
+            failure = f"{error.code().name}: {error.details()}"
+        except asyncio.CancelledError:
+            # grpc's own, or this task's, which it drops the sign of.
             call.cancel()
-            reader.cancel()
-
-    async def _listen(self, heard: Heard) -> tuple[FlipOutcome | None, str]:
-        while True:
-            response = await self._next(heard)
-            if isinstance(response, str):
-                return None, response
-            self._heard_s = time.monotonic()
-            if (outcome := outcome_from_proto(response.state)) is not None:
-                return outcome, response.reason
-
-    async def _next(self, heard: Heard) -> pb.RunFlipResponse | str:
-        while (left_s := self.left_s) > 0:
-            wait_s, began_s = min(left_s, LOOK_S), time.monotonic()
-            with anyio.move_on_after(wait_s):
-                return await heard.get()
-            waited_s = time.monotonic() - began_s
-            if waited_s > wait_s + LOOK_S:
-                # This process stood still and could not have heard: that is no silence of the mover.
-                self._heard_s += waited_s
-        return f"it said nothing for {self.silence_s:g} s"
+            await anyio.lowlevel.checkpoint_if_cancelled()
+            if not self._is_withdrawn:
+                raise
+        if not self._is_withdrawn:
+            yield QuestionFailed(flip_id, failure)
 
 
-async def _read(call: Call, heard: Heard) -> None:
-    """Puts responses, then why they ended."""
-    try:
-        async for response in call:
-            await heard.put(response)
-    except grpc.aio.AioRpcError as error:
-        await heard.put(f"{error.code().name}: {error.details()}")
-    else:
-        await heard.put("the mover ended its stream without an outcome")
+def _word(flip_id: FlipId, response: pb.RunFlipResponse) -> MoverSpoke | MoverDecided:
+    outcome = outcome_from_proto(response.state)
+    return MoverSpoke(flip_id) if outcome is None else MoverDecided(flip_id, outcome, response.reason)
+
+
+def _request(question: Question) -> pb.RunFlipRequest:
+    generation, epoch = question.fence
+    request = pb.RunFlipRequest(
+        fence=layout_pb2.Fence(generation=generation, epoch=epoch),
+        flip_id=question.flip_id,
+        source=layout_to_proto(question.source),
+        target=layout_to_proto(question.target),
+        live_run_begin=[begin for begin, _ in question.live_runs],
+        live_run_length=[length for _, length in question.live_runs],
+    )
+    if question.entry is not None:
+        request.entry_sequence = question.entry
+    return request

@@ -37,13 +37,14 @@ class Session:
     """Why the stream must end; None: it goes on."""
     _outbox: list[pb.RequestEvent | pb.ServeRequestsResponse] = field(default_factory=list)
 
+    @property
+    def prefix(self) -> str:
+        """What every inner id of this session begins with, and no other."""
+        return f"{self.number}{SEPARATOR}"
+
     def inside(self, request_id: str) -> RequestId:
         """The router's id as the scheduler knows it."""
-        return RequestId(f"{self.number}{SEPARATOR}{request_id}")
-
-    def owns(self, request_id: RequestId) -> bool:
-        """Whether an inner id is of this session."""
-        return request_id.startswith(f"{self.number}{SEPARATOR}")
+        return RequestId(f"{self.prefix}{request_id}")
 
     def owned(self, submission: Submission) -> Submission:
         """The submission under its inner id."""

@@ -36,10 +36,10 @@ from services.mesh.telemetry.introspection import Introspection
 from services.mesh.telemetry.metrics import Metrics
 from services.mesh.telemetry.progress import Progress
 from services.scheduler.batch.limits import BatchLimits
-from services.scheduler.batch.pressure import PressureLadder
+from services.scheduler.generation import GenerationRun, Surroundings
 from services.scheduler.generation_counter import GenerationCounter
-from services.scheduler.generation_run import GenerationRun
-from services.scheduler.group import GroupLoop
+from services.scheduler.group import Group
+from services.scheduler.memory_watch import MemoryWatch
 from services.scheduler.meters import Meters
 from services.scheduler.server import SchedulerServer
 from services.scheduler.sizing import GroupSize
@@ -155,7 +155,14 @@ class ToyGroup:
     """The scheduler and its workers. Workers are replaced as their supervisor would replace them."""
 
     def __init__(
-        self, root: Path, log: Log, kind: LayoutKind, limits: BatchLimits, deadlines: DeadlineSettings
+        self,
+        root: Path,
+        log: Log,
+        kind: LayoutKind,
+        limits: BatchLimits,
+        deadlines: DeadlineSettings,
+        memory: MemoryWatch | None = None,
+        ranks_meet: bool = False,
     ) -> None:
         self.paths = StatePaths(root)
         self.log, self.peers = log, Peers(self.paths, log)
@@ -166,18 +173,23 @@ class ToyGroup:
         self.introspection = Introspection(identity, self.progress, self.metrics)
         self.server = GrpcServer(self.paths.socket("scheduler"), self.introspection, log)
         layouts = {kind: layout_of(kind, NUM_RANKS) for kind in LayoutKind}
-        self.loop = GroupLoop(
+        self.loop = Group(
             size=GroupSize(limits, layouts, 1024, "test"),
-            kind=kind,
+            layout=kind,
             finder=WorkerFinder(self.peers, NUM_RANKS, deadlines.rpc_s),
-            mint=GenerationCounter(self.paths.root / "generation"),
+            counter=GenerationCounter(self.paths.root / "generation"),
             deadlines=deadlines,
-            progress=self.progress,
-            meters=Meters(self.metrics),
-            log=log,
+            around=Surroundings(
+                peers=self.peers,
+                sessions=Sessions(),
+                meters=Meters(self.metrics),
+                progress=self.progress,
+                log=log,
+                rpc_s=deadlines.rpc_s,
+                memory=memory,
+            ),
             set_serving=self.server.set_serving,
-            sessions=Sessions(),
-            peers=self.peers,
+            ranks_meet_in_flips=ranks_meet,
         )
         self.introspection.report(self.loop.fill_status)
 
@@ -207,15 +219,14 @@ class ToyGroup:
 
     def generation_run(self) -> GenerationRun:
         """A generation on the workers as they are, without the loop around it."""
-        return GenerationRun(
-            generation=self.loop.mint.mint(),
-            kind=self.loop.kind,
-            size=self.loop.size,
-            streams=[RankStream(Rank(rank), self.peers.channel("worker", Rank(rank))) for rank in range(NUM_RANKS)],
-            deadlines=self.loop.deadlines,
-            deliver=self.loop.sessions.deliver,
-            on_finished=lambda record: None,
-        )
+        streams = [RankStream(Rank(rank), self.peers.channel("worker", Rank(rank))) for rank in range(NUM_RANKS)]
+        return self.loop._generation(streams)
+
+    @property
+    def run(self) -> GenerationRun:
+        """The generation that serves."""
+        assert self.loop.generation is not None
+        return self.loop.generation
 
     async def close(self) -> None:
         """Ends workers and channels."""
@@ -253,11 +264,11 @@ async def running_group(
     limits: BatchLimits | None = None,
     deadlines: DeadlineSettings | None = None,
     workers: list[ToyWorker] | None = None,
-    pressure: PressureLadder | None = None,
+    memory: MemoryWatch | None = None,
+    ranks_meet: bool = False,
 ) -> AsyncIterator[ToyGroup]:
     """A group with its workers; all of it is gone afterwards."""
-    group = ToyGroup(root, log, kind, limits or limits_of(), deadlines or DeadlineSettings())
-    group.loop.pressure = pressure
+    group = ToyGroup(root, log, kind, limits or limits_of(), deadlines or DeadlineSettings(), memory, ranks_meet)
     descriptor = pb.DESCRIPTOR.services_by_name["SchedulerService"]
     group.server.add(add_SchedulerServiceServicer_to_server, SchedulerServer(group.loop), descriptor)
     async with group.server.running(is_serving=False), anyio.create_task_group() as tasks:

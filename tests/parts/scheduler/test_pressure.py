@@ -10,7 +10,8 @@ from services.core.ids import LayoutKind
 from services.core.step import StepPlan
 from services.mesh.host_memory import HostMemoryReader
 from services.mesh.settings.paths import StatePaths
-from services.scheduler.batch.pressure import LOOK_EVERY_S, PressureLadder, Rung, next_rung
+from services.scheduler.batch.pressure import Relief, Rung, climb, next_rung
+from services.scheduler.memory_watch import LOOK_EVERY_S, MemoryWatch
 from tests.mesh.support.toy_group import running_group
 from tests.support.scripted_scheduler import open_log
 from tests.support.toy_rank import Bench, answer, layout_of, limits_of
@@ -19,35 +20,25 @@ BOTH = pytest.mark.parametrize("kind", list(LayoutKind))
 FLOOR, BLOCK = 1 << 20, 1 << 12
 
 
-class Lines:
-    """A log that is read back."""
-
-    def __init__(self) -> None:
-        self.told: list[dict[str, object]] = []
-
-    def warning(self, event: str, **fields: object) -> None:
-        assert event == "memory-pressure"
-        self.told.append(fields)
-
-    @property
-    def rungs(self) -> list[object]:
-        return [line["rung"] for line in self.told]
-
-
 class Stand:
     """A ladder over a /proc that says what the test wrote there, and a clock that it moves."""
 
     def __init__(self, bench: Bench, proc: Path) -> None:
-        self.bench, self.lines, self.now_s, self._proc = bench, Lines(), 0.0, proc
-        log: object = self.lines
-        self._ladder = PressureLadder(FLOOR, BLOCK, log, HostMemoryReader(proc, proc), lambda: self.now_s)  # type: ignore[arg-type]
+        self.bench, self.now_s, self._proc = bench, 0.0, proc
+        self.taken: list[Relief] = []
+        self._watch = MemoryWatch(FLOOR, BLOCK, HostMemoryReader(proc, proc), lambda: self.now_s)
+
+    @property
+    def rungs(self) -> list[str]:
+        return [relief.rung.value for relief in self.taken]
 
     def look(self, num_missing: int, after_s: float = LOOK_EVERY_S) -> None:
         """With so many blocks' memory missing to the floor."""
         kilobytes = (FLOOR - num_missing * BLOCK) // 1024
         self._proc.joinpath("meminfo").write_text(f"MemTotal: 9999 kB\nMemFree: 0 kB\nMemAvailable: {kilobytes} kB\n")
         self.now_s += after_s
-        self._ladder.look(self.bench.batcher)
+        if (seen := self._watch.look()) is not None:
+            self.taken += climb(self.bench.batcher, seen.num_needed, is_enough=seen.is_enough)
 
 
 @pytest.fixture
@@ -62,7 +53,7 @@ def stand(bench: Bench, tmp_path: Path) -> Stand:
 
 def test_rungs_come_in_their_order_and_only_where_those_before_give_too_little() -> None:
     for needed, dead, cached, resident, frozen in product((-3, 0, 5), (0, 3, 5, 9), (0, 2), (0, 1, 2), (False, True)):
-        rung = next_rung(needed, num_dead=dead, num_cached=cached, num_resident=resident, is_frozen=frozen)
+        rung = next_rung(needed, num_dead=dead, num_cached=cached, num_running=resident, is_frozen=frozen)
         if needed <= 0 or frozen:
             assert rung is None
         elif dead >= needed:
@@ -86,10 +77,10 @@ def test_eviction_stops_as_soon_as_it_is_enough(bench: Bench, stand: Stand) -> N
     assert bench.batcher.num_dead_blocks <= 1
     cached = bench.batcher.load().cached_blocks
     stand.look(0)
-    assert not stand.lines.told, "at the floor nothing is given"
+    assert not stand.taken, "at the floor nothing is given"
     stand.look(4)
-    assert stand.lines.rungs == ["evict", "release"]
-    assert stand.lines.told[0]["blocks"] == cached - bench.batcher.load().cached_blocks > 0
+    assert stand.rungs == ["evict", "release"]
+    assert stand.taken[0].num_blocks == cached - bench.batcher.load().cached_blocks > 0
     bench.run()
     assert bench.outputs["now"] == answer([900], 200)
 
@@ -100,14 +91,14 @@ def test_a_look_a_second_and_none_of_a_pending_flip(bench: Bench, stand: Stand) 
     bench.batcher.freeze()
     before = bench.batcher.census()
     stand.look(3)
-    assert not stand.lines.told and bench.batcher.census() == before
+    assert not stand.taken and bench.batcher.census() == before
     while bench.unreported:
         bench.report()
     bench.batcher.thaw(layout_of(LayoutKind.TP))
     stand.look(3, after_s=LOOK_EVERY_S / 2)
-    assert not stand.lines.told
+    assert not stand.taken
     stand.look(3, after_s=LOOK_EVERY_S / 2)
-    assert stand.lines.rungs == ["release"]
+    assert stand.rungs == ["release"]
 
 
 @BOTH
@@ -122,16 +113,16 @@ def test_the_youngest_wait_and_come_back_with_their_answers(kind: LayoutKind, tm
     for _ in range(8):
         stand.look(40)
         bench.step()
-    assert [line["request"] for line in stand.lines.told if line["rung"] == "retract"] == ["c", "b"]
+    assert [relief.request_id for relief in stand.taken if relief.rung is Rung.RETRACT] == ["c", "b"]
     load = bench.batcher.load()
-    assert (load.resident_requests, load.queued_requests, load.uncomputed_prefill_tokens) == (1, 2, 0)
+    assert (load.running_requests, load.queued_requests, load.uncomputed_prefill_tokens) == (1, 2, 0)
     for _ in range(4):
         bench.step()
-    assert bench.batcher.load().resident_requests == 1, "nobody comes back while memory is short"
+    assert bench.batcher.load().running_requests == 1, "nobody comes back while memory is short"
     stand.look(-FLOOR // BLOCK)
     for _ in range(4):
         bench.step()
-    assert bench.batcher.load().resident_requests == 3
+    assert bench.batcher.load().running_requests == 3
     bench.run()
     for name, prompt in prompts.items():
         assert bench.outputs[name] == answer(prompt, 40)
@@ -212,8 +203,8 @@ async def test_what_is_dead_is_in_the_log_of_every_rank(tmp_path: Path) -> None:
     paths = StatePaths(tmp_path / "state")
     paths.create()
     with open_log(paths) as log:
-        ladder = PressureLadder(FLOOR, BLOCK, log, HostMemoryReader(tmp_path, tmp_path))
-        async with running_group(paths.root, log, pressure=ladder) as group:
+        watch = MemoryWatch(FLOOR, BLOCK, HostMemoryReader(tmp_path, tmp_path))
+        async with running_group(paths.root, log, memory=watch) as group:
             router = await group.joined()
             await router.submit("a", list(range(40)), 8)
             await router.ended("a")

@@ -36,9 +36,8 @@ from services.mesh.telemetry.metrics import Metrics
 from services.mesh.telemetry.progress import Progress
 from services.policy.decide import PolicyMode, PolicyRules
 from services.policy.server import Policy
-from services.scheduler import flips as flips_module
-from services.scheduler.flips import FlipResult
-from services.scheduler.streams import mover_question
+from services.scheduler import timeline
+from services.scheduler.log import STOOD_STILL_NS
 from tests.mesh.support.toy_group import WAIT_S, Router, ToyGroup, running_group
 from tests.support.scripted_scheduler import open_log
 from tests.support.toy_rank import answer, limits_of
@@ -172,7 +171,8 @@ async def test_a_commit_is_an_entry_and_the_log_goes_on_under_the_next_epoch(tmp
         flip = asyncio.create_task(group.loop.flip(PP))
         await asked(mover)
         go_on(group)
-        assert await flip == FlipResult(FlipOutcome.COMMITTED, 1, "")  # type: ignore[arg-type]
+        ended = await flip
+        assert (ended.outcome, ended.flip_id, ended.reason) == (FlipOutcome.COMMITTED, 1, "")
         await router.ended("held")
         assert router.output("held") == answer(PROMPT, 8)
         assert kinds(group) == [StepPlan, FlipEntry, CommitEntry, StepPlan]
@@ -181,8 +181,9 @@ async def test_a_commit_is_an_entry_and_the_log_goes_on_under_the_next_epoch(tmp
         assert (commit.epoch, commit.entry.layout) == (1, PP)
         assert {entry.epoch for entry in entries(group) if entry.sequence > commit.sequence} == {2}
         [request] = mover.asked
-        assert (request.flip_id, request.fence.epoch, request.entry_sequence) == (1, 1, commit.sequence - 1)
-        assert sum(request.live_run_length) == 3, "40 tokens lie in three blocks"
+        assert (request.flip_id, request.fence.epoch, request.entry_sequence) == (1, 1, 0), (
+            "asked before FLIP is written"
+        )
         report = await mover.report()
         assert (report.num_carried_requests, report.num_live_blocks) == (1, 3)
         status = await group.status()
@@ -200,8 +201,7 @@ async def test_commit_waits_for_the_last_acknowledgement(tmp_path: Path, log: Lo
             await anyio.lowlevel.checkpoint()
         await router.submit("later", PROMPT[:20], 3)
         assert (await group.status()).pending_flip_id == 1
-        assert group.loop.run is not None
-        assert (group.loop.run.kind, group.loop.run.epoch, flip.done()) == (TP, 1, False)
+        assert (group.run.log.layout, group.run.log.fence.epoch, flip.done()) == (TP, 1, False)
         go_on(group)
         assert (await flip).outcome is FlipOutcome.COMMITTED
         await router.ended("held", "later")
@@ -210,7 +210,7 @@ async def test_commit_waits_for_the_last_acknowledgement(tmp_path: Path, log: Lo
 
 
 async def test_an_abandonment_is_an_entry_and_counts(tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flips_module, "MANY_ABANDONED", 2)
+    monkeypatch.setattr(timeline, "MANY_ABANDONED", 2)
     mover = ScriptedMover(ABANDONED, ABANDONED, COMMITTED)
     async with flipping(tmp_path, log, mover) as (group, router):
         for count in (1, 2):
@@ -226,6 +226,8 @@ async def test_an_abandonment_is_an_entry_and_counts(tmp_path: Path, log: Log, m
         assert (await group.status()).num_abandoned_in_a_row == 0
         assert metric(group, "flipmesh_scheduler_flips_abandoned_in_a_row") == 0
         assert metric(group, "flipmesh_scheduler_unsound_censuses") == 0
+        await router.submit("b", PROMPT, 5)
+        await router.ended("b")
         flip_entries = [entry.entry for entry in entries(group) if isinstance(entry.entry, FlipEntry)]
         assert [entry.flip_id for entry in flip_entries] == [1, 2, 3], "never used again"
         assert kinds(group)[:5] == [FlipEntry, AbandonEntry, FlipEntry, AbandonEntry, StepPlan]
@@ -237,7 +239,8 @@ async def test_a_broken_answer_is_asked_for_again(tmp_path: Path, log: Log) -> N
     mover = ScriptedMover(BREAKS, BREAKS, COMMITTED)
     async with flipping(tmp_path, log, mover) as (group, _):
         assert (await group.loop.flip(PP)).outcome is FlipOutcome.COMMITTED
-        assert len(mover.asked) == 3 and all(request == mover.asked[0] for request in mover.asked)
+        assert [request.entry_sequence > 0 for request in mover.asked] == [False, True, True]
+        assert {request.flip_id for request in mover.asked} == {1}
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -252,9 +255,12 @@ async def test_a_mover_that_says_nothing_is_given_up(tmp_path: Path, log: Log, i
             await hold(group, router)
             go_on(group)
             result = await group.loop.flip(PP)
-            assert result.outcome is FlipOutcome.ABANDONED and "no mover for 0.2 s" in result.reason
+            assert result.outcome is (FlipOutcome.ABANDONED if is_there else None)
+            assert "no mover for 0.2 s" in result.reason
             await router.ended("held")
             assert router.output("held") == answer(PROMPT, 8)
+            assert kinds(group) == [StepPlan, *([FlipEntry, AbandonEntry, StepPlan] if is_there else [])]
+            assert (await group.status()).num_abandoned_in_a_row == 1
 
 
 async def test_a_pause_of_this_process_is_no_silence_of_the_mover(tmp_path: Path, log: Log) -> None:
@@ -263,15 +269,13 @@ async def test_a_pause_of_this_process_is_no_silence_of_the_mover(tmp_path: Path
         mover.may_answer.clear()
         flip = asyncio.create_task(group.loop.flip(PP))
         await asked(mover)
-        time.sleep(mover_question.LOOK_S + 2 * SOON.mover_silence_s)  # noqa: ASYNC251 (the whole process stands still)
+        time.sleep(2e-9 * STOOD_STILL_NS + 2 * SOON.mover_silence_s)  # noqa: ASYNC251 (the whole process stands still)
         mover.may_answer.set()
         assert (await flip).outcome is FlipOutcome.COMMITTED
 
 
 async def test_without_a_mover_ranks_that_may_have_met_end_with_their_generation(tmp_path: Path, log: Log) -> None:
-    async with flipping(tmp_path, log, ScriptedMover(STANDS), deadlines=SOON) as (group, router):
-        assert group.loop.flips is not None
-        group.loop.flips.attempts.ranks_meet = True
+    async with flipping(tmp_path, log, ScriptedMover(STANDS), deadlines=SOON, ranks_meet=True) as (group, router):
         result = await group.loop.flip(PP)
         assert result.outcome is None and "the generation ended" in result.reason
         assert "no mover for 0.2 s" in (await router.until("lost")).lost.reason
@@ -305,7 +309,7 @@ async def test_one_flip_at_a_time(tmp_path: Path, log: Log) -> None:
         first = asyncio.create_task(group.loop.flip(PP))
         await asked(mover)
         second = await group.loop.flip(PP)
-        assert second == FlipResult(None, None, "flip 1 is under way: one at a time")
+        assert (second.outcome, second.flip_id, second.reason) == (None, None, "flip 1 is under way: one at a time")
         mover.may_answer.set()
         assert (await first).outcome is FlipOutcome.COMMITTED
         assert (await group.loop.flip(PP)).reason == "the layout is PP already"
@@ -319,8 +323,7 @@ async def test_an_abort_under_a_flip_frees_after_it(tmp_path: Path, log: Log) ->
         flip = asyncio.create_task(group.loop.flip(PP))
         await asked(mover)
         router.call.cancel()
-        assert group.loop.run is not None
-        batcher = group.loop.run.batcher
+        batcher = group.run.log.batcher
         with anyio.fail_after(WAIT_S):
             while batcher.open_request_ids:
                 await anyio.lowlevel.checkpoint()
@@ -398,8 +401,7 @@ async def test_advice_about_another_epoch_is_not_followed(
 
 async def test_a_leak_is_said_and_serving_goes_on(tmp_path: Path, log: Log) -> None:
     async with flipping(tmp_path, log, ScriptedMover(COMMITTED)) as (group, router):
-        assert group.loop.run is not None
-        assert group.loop.run.batcher._tables.pool.take() is not None
+        assert group.run.log.batcher._tables.pool.take() is not None
         await group.loop.flip(PP)
         status = await group.status()
         assert (status.num_unaccounted_blocks, status.num_unsound_censuses) == (1, 1)

@@ -4,7 +4,6 @@ import traceback
 from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import Any
 
 from services.core.flip.attempts import Coordination
 from services.core.flip.coordinator import FlipCoordinator
@@ -18,6 +17,7 @@ from services.core.log import LogFollower
 from services.placement.cuts import pp_layout, tp_layout
 from services.policy.decide import LoadSignal, PolicyMode, PolicyRules, advise
 from services.scheduler.batch.batcher import Batcher
+from services.scheduler.inputs import Question, QuestionFailed
 from services.scheduler.log import GenerationLog
 from tests.sim.case import SLOW_CHANNEL_NS, Case, Fault
 from tests.sim.checks import Checks
@@ -26,10 +26,12 @@ from tests.sim.processes.mover import MoverProcess
 from tests.sim.processes.rank import RankProcess
 from tests.sim.processes.resident_places import Places
 from tests.sim.processes.router import RouterProcess
-from tests.sim.processes.scheduler import MOVER_RETRY_NS, Run, SchedulerProcess
+from tests.sim.processes.scheduler import Run, SchedulerProcess
 from tests.sim.processes.world import Channel, InvariantError, Process, World
 
 Fence = tuple[Generation, Epoch]
+CONNECT_AGAIN_NS = 5_000_000
+"""Between two looks for a mover that is not there."""
 UNITS = ShardUnits(num_layers=8, num_heads=8, num_kv_heads=8, ffn=64, ffn_unit=8, vocab=64)
 LAYOUTS = {
     num_ranks: {LayoutKind.PP: pp_layout(UNITS, num_ranks), LayoutKind.TP: tp_layout(UNITS, num_ranks)}
@@ -68,6 +70,17 @@ class Parts:
 SHIPPED = Parts()
 
 
+@dataclass(slots=True, eq=False)
+class Ask:
+    """A question on its way to the mover, or at it."""
+
+    run: Run
+    question: Question
+    answers: Channel
+    asks: Channel | None = None
+    """None: the mover is not there yet."""
+
+
 class PolicyProcess(Process):
     """The shipped rule, asked over a channel."""
 
@@ -99,8 +112,8 @@ class Group:
         self._advice: Channel | None = None
         self._said: dict[Rank, Channel] = {}
         self._awaiting = [fault for fault in case.faults if fault.moment is not None]
-        self.mover_ask: tuple[Channel, Channel] | None = None
-        """The scheduler's open question: to the mover, and its answer."""
+        self.mover_ask: Ask | None = None
+        """The scheduler's open question."""
 
     def run(self) -> None:
         """The whole case.
@@ -194,7 +207,7 @@ class Group:
         self._drop_link(rank)
         rank.die()
         if reports is not None and run is not None:
-            reports.end(self.scheduler.lose, run, f"{rank.name} is lost")
+            reports.end(self.scheduler.on_rank_lost, run, f"{rank.name} is lost")
         self._boot_later(rank)
 
     def _crash_scheduler(self) -> None:
@@ -202,7 +215,7 @@ class Group:
         if run is not None:
             for rank, stream in zip(self.ranks, run.streams, strict=True):
                 stream.end(rank.on_stream_end)
-            self.leave_mover(run)
+        self.leave_mover()
         if scheduler.router is not None:
             scheduler.router.end(self.router.on_stream_end)
         scheduler.die()
@@ -213,12 +226,11 @@ class Group:
         for rank, link in self.mover.links.items():
             if (said := self._said.get(rank)) is not None:
                 link.end(self.ranks[rank].on_mover_lost, said)
-        ask, run = self.mover_ask, self.scheduler.run
+        ask = self.mover_ask
         self.mover.die()
         self._boot_later(self.mover, away_ns)
-        if ask is not None and run is not None:
-            ask[1].end(self.scheduler.ask_mover, run)
-            self.mover_ask = None
+        if ask is not None:
+            ask.answers.end(self.scheduler.on_mover_said, ask.run, ask.question, _broken(ask))
 
     # Streams.
 
@@ -299,38 +311,41 @@ class Group:
 
     def _unask(self) -> None:
         """The scheduler's stream to the mover breaks, and both live: what is on its way is lost, and it asks again."""
-        run, ask = self.scheduler.run, self.mover_ask
-        if ask is None or run is None or run.flip is None or run.flip.outcome is not None:
+        ask = self.mover_ask
+        if ask is None or ask.asks is None:
             return
-        asks, answers = ask
-        asks.end(self.mover.on_scheduler_lost, answers)
-        answers.cut()
-        self.mover_ask = None
-        self.world.at(self.world.draw(self.case.control), self.scheduler, self.scheduler.ask_mover, run)
+        ask.asks.end(self.mover.on_scheduler_lost, ask.answers)
+        ask.answers.cut()
+        delay_ns = self.world.draw(self.case.control)
+        self.world.at(delay_ns, self.scheduler, self.scheduler.on_mover_said, ask.run, ask.question, _broken(ask))
 
-    def leave_mover(self, run: Run) -> None:
-        """The generation that asked is over: its stream to the mover ends."""
-        if self.mover_ask is not None and run.flip is not None:
-            asks, answers = self.mover_ask
-            asks.end(self.mover.on_scheduler_lost, answers)
-        self.mover_ask = None
+    def is_asking(self, question: Question) -> bool:
+        """Whether it is the one that the scheduler waits for."""
+        return self.mover_ask is not None and self.mover_ask.question is question
 
-    def ask_mover(self, scheduler: SchedulerProcess, run: Run) -> None:
-        """The scheduler's question for its pending flip, and again while the mover is away."""
-        world, mover, flip = self.world, self.mover, run.flip
-        assert flip is not None
-        if not mover.is_up:
-            world.at(MOVER_RETRY_NS, scheduler, scheduler.ask_mover, run)
+    def leave_mover(self) -> None:
+        """Nobody waits for an answer any more: the stream to the mover ends."""
+        ask, self.mover_ask = self.mover_ask, None
+        if ask is not None and ask.asks is not None:
+            ask.asks.end(self.mover.on_scheduler_lost, ask.answers)
+
+    def ask_mover(self, run: Run, question: Question) -> None:
+        """The scheduler's question, once the mover is there."""
+        self.leave_mover()
+        scheduler = self.scheduler
+        hear = partial(scheduler.on_mover_said, run, question)
+        self.mover_ask = Ask(run, question, Channel(self.world, scheduler, hear, self.case.control))
+        self._put_question(self.mover_ask)
+
+    def _put_question(self, ask: Ask) -> None:
+        if self.mover_ask is not ask:
             return
+        if not self.mover.is_up:
+            self.world.at(CONNECT_AGAIN_NS, self.scheduler, self._put_question, ask)
+            return
+        ask.asks = Channel(self.world, self.mover, self.mover.run_flip, self.case.control)
+        ask.asks.send((ask.question.fence[0], ask.question.flip_id), ask.answers)
 
-        def answer(what: str, *words: Any) -> None:
-            if what == "busy":
-                # With an attempt of the generation before, whose stream's end is still under way.
-                world.at(MOVER_RETRY_NS, scheduler, scheduler.ask_mover, run)
-            else:
-                scheduler.on_outcome(run, *words)
 
-        answers = Channel(world, scheduler, answer, self.case.control)
-        asks = Channel(world, mover, mover.run_flip, self.case.control)
-        self.mover_ask = (asks, answers)
-        asks.send((run.fence.generation, flip.entry.flip_id), answers)
+def _broken(ask: Ask) -> QuestionFailed:
+    return QuestionFailed(ask.question.flip_id, "its stream ended")

@@ -36,7 +36,8 @@ from services.core.flip.messages import (
 )
 from services.core.flip.records import Concluded, FlipKey, Record
 from services.core.ids import FlipId, Generation, Rank
-from tests.sim.case import DEADLINES
+from services.scheduler.inputs import MoverDecided, MoverSpoke, QuestionFailed
+from tests.sim.case import BEAT_NS, DEADLINES
 from tests.sim.processes.world import Channel, Process
 
 if TYPE_CHECKING:
@@ -79,28 +80,9 @@ class MoverProcess(Process):
         self.journal = MemoryJournal()
         self._question: Question | None = None
         self.links: dict[Rank, Channel] = {}
-        self.away_ns: int | None = 0
-        """Since when nobody would answer."""
-
-    def stop(self) -> None:
-        super().stop()
-        self._is_away()
-
-    def go_on(self) -> None:
-        self.away_ns = None
-        super().go_on()
-
-    def die(self) -> None:
-        super().die()
-        self._is_away()
-
-    def _is_away(self) -> None:
-        if self.away_ns is None:
-            self.away_ns = self.world.now_ns
 
     def boot(self) -> None:
         """Up, with the journal as its only memory."""
-        self.away_ns = None
         self.is_up, self._question, self.links = True, None, {}
         self.coordination: Coordination = self.coordinate()
         self.group.connect_links()
@@ -116,20 +98,27 @@ class MoverProcess(Process):
         """One attempt to its outcome; asked again, it goes on or says what was decided."""
         if self.coordination.attempt is not None:
             self.world.note(self.name, "busy", key)
-            answers.send("busy")
+            answers.send(QuestionFailed(key[1], "another attempt is open"))
             return
         answer = self.coordination.ask(key, self.world.now_ns)
         if isinstance(answer, Concluded):
-            answers.send("outcome", key[1], answer.outcome, answer.reason)
+            answers.send(MoverDecided(key[1], answer.outcome, answer.reason))
             return
         question = self._question = Question(answer.attempt, answers)
         self.world.note(self.name, "attempt", key[1], answer.attempt.state.value)
         self._set_clock(question)
+        self._beat(question)
         for command in answer.commands:
             self._send(key, command)
         for event in answer.early:
             if self._question is question:
                 self._feed(question, event)
+
+    def _beat(self, question: Question) -> None:
+        """An attempt that is taken, or waits, says so."""
+        if self._question is question:
+            question.answers.send(MoverSpoke(question.attempt.key[1]))
+            self.world.at(BEAT_NS, self, self._beat, question)
 
     def on_scheduler_lost(self, answers: Channel) -> None:
         """The stream that asked has ended: nobody waits for its attempt any more."""
@@ -197,7 +186,7 @@ class MoverProcess(Process):
         self.group.checks.on_told(self.journal.last(key), concluded)
         self._close(question)
         self.group.moment("concluded")
-        question.answers.send("outcome", key[1], concluded.outcome, concluded.reason)
+        question.answers.send(MoverDecided(key[1], concluded.outcome, concluded.reason))
 
     def _send(self, key: FlipKey, said: Command) -> None:
         command = command_of(key[1], said)

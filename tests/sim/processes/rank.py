@@ -44,6 +44,7 @@ from services.core.step import (
     StepPlan,
     StepReport,
 )
+from services.scheduler.inputs import RankReady, RankReports
 from services.worker.steps.layout_evidence import check_parts
 from tests.sim.processes.data_plane import WAIT, DataPlane, Member
 from tests.sim.processes.memory import Held, Holder, Memory, Slip, Worked
@@ -68,13 +69,6 @@ HOP_NS = 2_000_000
 """From the model thread to the event loop, at most: meanwhile the loop decides on what it knows."""
 
 Work = Generator[tuple[Any, ...], Any, None]
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """A rank's answer to RESET."""
-
-    rank: Rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +198,8 @@ class RankProcess(Member):
         self.holders = [Holder("stage", held), *self.speculation(held)]
         self.memory = self.group.parts.memory(case.mode, reset.layout, num_slots, is_exclusive=case.is_exclusive)
         assert self.reports is not None
-        self.reports.send(self.rank, self._fence, Ready(self.rank))
+        num_blocks = self.group.case.limits.num_blocks
+        self.reports.send(RankReady(self.rank, self.rank, self._fence, num_blocks, "toy"))
 
     def speculation(self, held: Held) -> list[Holder]:
         """The proposer's algorithm and its draft: of use only together."""
@@ -298,7 +293,7 @@ class RankProcess(Member):
         ids = "" if report.tokens is None else " ".join(map(str, report.tokens.token_ids))
         self.world.note(self.name, "done", report.sequence, ids)
         if self.reports is not None:
-            self.reports.send(self.rank, self._fence, report)
+            self.reports.send(RankReports(self.rank, self._fence, (report,)))
 
     # A flip.
 

@@ -8,7 +8,7 @@ from services.core.request import RequestEvent
 from services.core.step import StepPlan
 from services.scheduler.batch.batcher import Batcher
 from services.scheduler.batch.running_request import Request
-from services.scheduler.batch.running_requests import Residents
+from services.scheduler.batch.running_requests import RunningRequests
 from tests.sim.processes.resident_places import Place, Places
 
 Runs = tuple[tuple[BlockId, int], ...]
@@ -65,7 +65,7 @@ class UnfrozenBatcher(Batcher):
     """Z6: what ends while a flip is pending is freed at once."""
 
     def _free(self, request: Request) -> None:
-        self._residents.free(request)
+        self._running.free(request)
         self._tables.release(request)
 
 
@@ -77,7 +77,7 @@ class ForgetfulBatcher(Batcher):
         return None if plan is None else replace(plan, tokens_through=None)
 
 
-class UnannouncedResidents(Residents):
+class UnannouncedRequests(RunningRequests):
     """Freed indexes are used again and ranks never hear that they were free."""
 
     def announce(self) -> list:  # type: ignore[type-arg]
@@ -90,15 +90,15 @@ class UnannouncedBatcher(Batcher):
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
-        self._residents = UnannouncedResidents(self.limits.max_resident_requests)
-        self._composer.residents = self._residents
+        self._running = UnannouncedRequests(self.limits.max_resident_requests)
+        self._composer.running = self._running
 
 
 class LengthExtentBatcher(Batcher):
     """J2: the extent is what sequences have filled, not what is allocated, nor what is cached."""
 
     def live_runs(self) -> Runs:
-        blocks = {b for r in self._residents for b in r.blocks[: blocks_for(r.num_computed)]}
+        blocks = {b for r in self._running for b in r.blocks[: blocks_for(r.num_computed)]}
         return tuple((block, 1) for block in sorted(blocks))
 
 
@@ -109,7 +109,7 @@ class OneSlotExtentBatcher(Batcher):
         runs = super().live_runs()
         if self._kind.value != "pp" or self._window.num_stages == 1:
             return runs
-        residents = list(self._residents)
+        residents = list(self._running)
         mine = {block for request in residents[::2] for block in request.blocks}
         cached = {node.block for node in self._tables.tree.nodes()}
         return tuple((block, 1) for block in sorted(mine | cached))

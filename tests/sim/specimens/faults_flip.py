@@ -37,7 +37,7 @@ from tests.sim.case import DEADLINES
 from tests.sim.processes.memory import Worked
 from tests.sim.processes.mover import MoverProcess
 from tests.sim.processes.rank import RankProcess
-from tests.sim.processes.scheduler import SchedulerProcess
+from tests.sim.processes.scheduler import Run, SchedulerProcess
 from tests.sim.processes.world import MAX_EVENTS
 
 
@@ -157,22 +157,6 @@ class Nothing(PendingEvents):
         return []
 
 
-class ForgetfulCoordination(Coordination):
-    """What a rank says before the scheduler has asked is dropped as a stray message."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.early = Nothing()
-
-
-class SilentCoordination(Coordination):
-    """An attempt that is recovered waits for what ranks have said to the one before."""
-
-    def ask(self, key: FlipKey, now_ns: int) -> Concluded | Opened:
-        answer = super().ask(key, now_ns)
-        return replace(answer, commands=[]) if isinstance(answer, Opened) else answer
-
-
 class TakesAll(PendingEvents):
     """Forgets what is of a later attempt as well: the question taken may be one that came late."""
 
@@ -182,12 +166,12 @@ class TakesAll(PendingEvents):
         return events
 
 
-class LatelyForgetfulCoordination(Coordination):
-    """Its early marks are those of one attempt."""
+class SilentCoordination(Coordination):
+    """An attempt that is recovered waits for what ranks have said to the one before."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.early = TakesAll()
+    def ask(self, key: FlipKey, now_ns: int) -> Concluded | Opened:
+        answer = super().ask(key, now_ns)
+        return replace(answer, commands=[]) if isinstance(answer, Opened) else answer
 
 
 class TwoEaredFlips(RankFlips):
@@ -240,7 +224,7 @@ class DroppedCarryLog(GenerationLog):
     def conclude(self, entry: CommitEntry | AbandonEntry) -> None:
         super().conclude(entry)
         if not self.batcher.num_in_flight:
-            self.batcher = type(self.batcher)(self.batcher.limits, self._layouts[self.kind])
+            self.batcher = type(self.batcher)(self.batcher.limits, self._layouts[self.layout])
 
 
 class DoubleCarryLog(GenerationLog):
@@ -248,7 +232,7 @@ class DoubleCarryLog(GenerationLog):
 
     def conclude(self, entry: CommitEntry | AbandonEntry) -> None:
         super().conclude(entry)
-        for request in list(self.batcher._residents):
+        for request in list(self.batcher._running):
             if not request.is_prefilling and request.num_known < request.max_tokens:
                 self.batcher._queue.add(request)
 
@@ -291,11 +275,10 @@ class ForgivingAttempts(FlipAttempts):
 class ReorderedScheduler(SchedulerProcess):
     """Two entries change places on the way to one rank, once."""
 
-    def _write(self, entry: LogEntry) -> None:
-        super()._write(entry)
-        if entry.sequence == 4:
-            assert self.run is not None
-            self.run.streams[-1]._last_ns = 0
+    def _write(self, run: Run, logged: LogEntry) -> None:
+        super()._write(run, logged)
+        if logged.sequence == 4:
+            run.streams[-1]._last_ns = 0
 
 
 class InPlaceRank(RankProcess):

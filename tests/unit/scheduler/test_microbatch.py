@@ -5,12 +5,12 @@ from itertools import pairwise
 import pytest
 
 from services.core.ids import BLOCK_SLOTS, LayoutKind, LogIndex, RequestId
-from services.scheduler.batch.microbatch import StepWindow
+from services.scheduler.batch.microbatch import StepsInFlight
 from tests.support.toy_rank import Bench, answer, layout_of, limits_of
 
 
 def test_pp_has_as_many_steps_in_flight_as_stages_each_in_its_own_microbatch() -> None:
-    window = StepWindow(layout_of(LayoutKind.PP, 3), steps_ahead=2)
+    window = StepsInFlight(layout_of(LayoutKind.PP, 3), steps_ahead=2)
     assert [window.issue(LogIndex(number)) for number in (1, 2, 3)] == [0, 1, 2]
     assert not window.is_open
     window.acknowledge(LogIndex(1))
@@ -21,7 +21,7 @@ def test_pp_has_as_many_steps_in_flight_as_stages_each_in_its_own_microbatch() -
 
 
 def test_tp_has_one_batch_and_steps_ahead_of_it() -> None:
-    window = StepWindow(layout_of(LayoutKind.TP, 3), steps_ahead=2)
+    window = StepsInFlight(layout_of(LayoutKind.TP, 3), steps_ahead=2)
     assert [window.issue(LogIndex(number)) for number in (1, 2)] == [0, 0]
     assert not window.is_open and window.num_in_flight == 2
     assert window.decode_share(num_ready=7, num_decoding=9) == 7

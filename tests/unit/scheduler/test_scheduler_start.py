@@ -211,16 +211,16 @@ def test_free_memory_is_measured() -> None:
 
 def test_generations_grow_over_restarts_and_clocks_that_go_back(tmp_path: Path) -> None:
     now_ns = 5_000_000_000
-    mint = GenerationCounter(tmp_path / "generation", clock_ns=lambda: now_ns)
-    assert [mint.mint(), mint.mint()] == [5000, 5001]
+    counter = GenerationCounter(tmp_path / "generation", clock_ns=lambda: now_ns)
+    assert [counter.next(), counter.next()] == [5000, 5001]
     now_ns = 1_000_000
     restarted = GenerationCounter(tmp_path / "generation", clock_ns=lambda: now_ns)
-    assert restarted.mint() == 5002
+    assert restarted.next() == 5002
     now_ns = 9_000_000_000
-    assert restarted.mint() == 9000
+    assert restarted.next() == 9000
 
 
 def test_a_damaged_record_of_generations_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "generation").write_text("garbage")
-    assert GenerationCounter(tmp_path / "generation", clock_ns=lambda: 7_000_000).mint() == 7
+    assert GenerationCounter(tmp_path / "generation", clock_ns=lambda: 7_000_000).next() == 7
     assert (tmp_path / "generation").read_text() == "7\n"
