@@ -291,7 +291,7 @@ SPECIMENS = (
         ranks_fail_behind_the_seam,
         work=EarlyTrimWork,
     ),
-    _specimen("rows not compared (W5)", ("context",), ranks_fail_behind_the_seam, work=UncomparedWork),
+    _specimen("rows not compared (W5)", ("context", "agreement"), ranks_fail_behind_the_seam, work=UncomparedWork),
     _specimen(
         "batches before it stay (W6)",
         ("half a layout",),
@@ -322,6 +322,7 @@ SPECIMENS = (
         "two streams heard, ENTER not said again",
         ("raised",),
         mover_dies_and_ranks_fail,
+        first=3600,
         flips=TwoEaredFlips,
         coordination=SilentCoordination,
     ),
