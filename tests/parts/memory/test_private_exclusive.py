@@ -314,7 +314,7 @@ def test_a_peer_that_never_comes_ends_the_generation_by_name(tiny: Tiny) -> None
 
 
 @pytest.mark.parametrize("call", ["send", "all_gather_columns"])
-def test_an_error_within_the_passage_releases_the_partner(tiny: Tiny, call: str) -> None:
+def test_an_error_within_a_batch_releases_the_partner(tiny: Tiny, call: str) -> None:
     with group_of(tiny[0], 2, mode="dual", keeps=EXCLUSIVE) as group:
         started(group)
         carrier: Any = exclusive_rows(group, 1)._wire._carrier

@@ -66,7 +66,7 @@ class LayoutPool:
         return sum(return_pages(self._memory, begin, end) for begin, end in gaps)
 
     def planes(self, layers: Span) -> Planes:
-        """Keys and values of these layers, in the order in which both sides of a leg name them."""
+        """Keys and values of these layers, in the order in which both ends of a transfer name them."""
         own = range(layers.begin, layers.end)
         return Planes.of([side[layer] for layer in own for side in (self.keys, self.values)])
 

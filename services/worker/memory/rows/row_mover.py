@@ -62,8 +62,8 @@ class RowMover:
         sums = ([0] * self._num_ranks for _ in range(4))
         self._ends = _Ends(self._parts(source, sent), self._parts(destination, taken), received, *sums)
 
-    def _parts(self, pool: LayoutPool, legs: Iterable[tuple[Rank, RowTransfer]]) -> dict[Rank, list[RowPart]]:
-        return row_parts(pool, legs, self._head_block_bytes, self._wire.bounds.chunk_bytes)
+    def _parts(self, pool: LayoutPool, transfers: Iterable[tuple[Rank, RowTransfer]]) -> dict[Rank, list[RowPart]]:
+        return row_parts(pool, transfers, self._head_block_bytes, self._wire.bounds.chunk_bytes)
 
     # The exchange.
 

@@ -1,4 +1,4 @@
-"""One rank's end of the legs of a flip, in messages: which rows of which pool each carries, for both ends alike."""
+"""One rank's end of a flip's row transfers, in messages: which rows of which pool each carries, for both ends alike."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,17 +22,17 @@ class RowPart:
 
 
 def row_parts(
-    pool: LayoutPool, legs: Iterable[tuple[Rank, RowTransfer]], head_block_bytes: int, max_bytes: int
+    pool: LayoutPool, transfers: Iterable[tuple[Rank, RowTransfer]], head_block_bytes: int, max_bytes: int
 ) -> dict[Rank, list[RowPart]]:
-    """The parts of legs to and from each peer, in order; `max_bytes`: of a message.
+    """The parts of transfers to and from each peer, in order; `max_bytes`: of a message.
 
     `head_block_bytes`: of one block of one head in one layer, keys and values.
     """
     parts: dict[Rank, list[RowPart]] = {}
     planes: dict[Span, Planes] = {}
     runs: dict[BlockRuns, Runs] = {}
-    for peer, leg in legs:
-        for chunk in row_chunks(leg, head_block_bytes, max_bytes):
+    for peer, transfer in transfers:
+        for chunk in row_chunks(transfer, head_block_bytes, max_bytes):
             if chunk.layers not in planes:
                 planes[chunk.layers] = pool.planes(chunk.layers)
             if chunk.runs not in runs:
