@@ -23,6 +23,7 @@ from services.core.flip.messages import (
     FlipOutcome,
     JournalEnter,
     RankLost,
+    SayWithdrawn,
     SendAssemble,
     SendDisarm,
     SendEnter,
@@ -319,8 +320,10 @@ class Space:
             state = state._replace(ranks=put(state.ranks, place, rank._replace(early=(), is_linked=False)))
             return self._feed(state, RankLost(Rank(place), ""))
         generation, effect = said
-        is_in_time = isinstance(effect, tuple) and state.mover.state is not CoordinatorState.ENTERED
-        if is_in_time and (generation, *effect[1:]) == rank.present_in:
+        is_withdrawn = (
+            isinstance(effect, SayWithdrawn) and (generation, effect.flip_id, effect.round) == rank.present_in
+        )
+        if is_withdrawn and state.mover.state is not CoordinatorState.ENTERED:
             # Nobody may count on it in this round any more.
             rank = rank._replace(present_in=(0, FlipId(0), 0))
         if state.mover.key != (generation, flip_of(effect)):

@@ -110,7 +110,7 @@ class OneJournal:
 
 def flip_of(said: Any) -> FlipId:
     """The attempt that a rank speaks of."""
-    return FlipId(said[1] if isinstance(said, tuple) else said.flip_id)
+    return FlipId(said.flip_id)
 
 
 def tell(state: GroupState, key: FlipKey, command: Any) -> GroupState:
