@@ -19,15 +19,18 @@ from tests.sim.processes.rank import RankProcess
 from tests.sim.processes.world import TAIL_EVENTS, Channel, Process, World
 from tests.sim.run import run_in_processes, run_seed, run_seeds
 from tests.sim.shrink import shrunk
-from tests.sim.specimens.hunt import found
+from tests.sim.specimens.hunt import found, stored_seeds
 from tests.sim.specimens.old_ranks import GatedRank, OwingRank
 from tests.sim.specimens.specimens import SPECIMENS, Specimen
 
 NUM_SEEDS = 900
-NUM_BATCHES = 6
+NUM_BATCHES, NUM_QUICK = 6, 3
+"""In all, and in the default run."""
 
 
-@pytest.mark.parametrize("batch", range(NUM_BATCHES))
+@pytest.mark.parametrize(
+    "batch", [pytest.param(batch, marks=[pytest.mark.slow] * (batch >= NUM_QUICK)) for batch in range(NUM_BATCHES)]
+)
 def test_no_schedule_breaks_an_invariant(batch: int) -> None:
     num_seeds = NUM_SEEDS // NUM_BATCHES
     totals, failure = run_seeds(batch * num_seeds, num_seeds)
@@ -36,6 +39,16 @@ def test_no_schedule_breaks_an_invariant(batch: int) -> None:
     assert totals.committed > num_seeds // 4 and totals.abandoned and totals.lost, "the schedules exercise nothing"
 
 
+@pytest.mark.parametrize("specimen", SPECIMENS, ids=lambda specimen: specimen.name)
+def test_a_fault_put_back_is_found_again(specimen: Specimen) -> None:
+    """By the seed that found it last."""
+    seed = stored_seeds().get(specimen.name)
+    assert seed is not None and found(specimen, [seed]) is not None, (
+        f"seed {seed} does not find it: python -m tests.sim.specimens.hunt"
+    )
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("specimen", SPECIMENS, ids=lambda specimen: specimen.name)
 def test_a_fault_put_back_is_found(specimen: Specimen) -> None:
     assert found(specimen) is not None, f"not found among seeds {specimen.seeds}"

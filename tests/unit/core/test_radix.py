@@ -136,7 +136,7 @@ def test_unpinning_too_often_is_an_error() -> None:
         tree.unpin(path[0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 2), min_size=1, max_size=4)), max_size=40))
 def test_the_tree_and_the_pool_always_agree(operations: list[tuple[int, list[int]]]) -> None:
     pool = BlockPool(24)

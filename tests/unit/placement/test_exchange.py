@@ -139,7 +139,7 @@ def test_the_layout_before_comes_back_from_anywhere(
             assert ranks.holds(maps), f"restored after {num_done} phases"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30)
 @given(st.data(), st.integers(2, 4), st.integers(1, 6), st.booleans())
 def test_any_shares_any_staging(data: st.DataObject, num_ranks: int, staging_pages: int, by_tp_twice: bool) -> None:
     model = data.draw(st.sampled_from([SMALL, TWO_KV_HEADS, HEADS_48]))

@@ -151,7 +151,7 @@ def test_each_block_has_one_owner_and_one_place(vector: list[int], blocks: set[i
             assert [share.local(BlockId(begin + i)) - share.local(begin) for i in range(length)] == list(range(length))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=4), st.integers(1, 4), st.sets(st.integers(0, 20)))
 def test_states_move_part_by_part(weights: list[int], heads_per_group: int, slots: set[int]) -> None:
     num_groups = 4

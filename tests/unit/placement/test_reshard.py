@@ -65,7 +65,7 @@ def layouts(draw: st.DrawFn, model: ShardModel, num_ranks: int) -> Layout:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.sampled_from([SMALL, TIED, TWO_KV_HEADS]), st.integers(1, 4))
 def test_any_layout_leads_to_any_other(data: st.DataObject, model: ShardModel, num_ranks: int) -> None:
     source, destination = data.draw(layouts(model, num_ranks)), data.draw(layouts(model, num_ranks))
