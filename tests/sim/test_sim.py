@@ -41,16 +41,15 @@ def test_no_schedule_breaks_an_invariant(batch: int) -> None:
 
 @pytest.mark.parametrize("specimen", SPECIMENS, ids=lambda specimen: specimen.name)
 def test_a_fault_put_back_is_found_again(specimen: Specimen) -> None:
-    """By the seed that found it last."""
-    seed = stored_seeds().get(specimen.name)
-    assert seed is not None and found(specimen, [seed]) is not None, (
-        f"seed {seed} does not find it: python -m tests.sim.specimens.hunt"
-    )
+    """By the seed that found it last, before any other: seeds shift with what the simulator runs."""
+    stored = stored_seeds().get(specimen.name)
+    seeds = specimen.seeds if stored is None else [stored, *specimen.seeds]
+    assert found(specimen, seeds) is not None, f"not found by seed {stored}, nor among seeds {specimen.seeds}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("specimen", SPECIMENS, ids=lambda specimen: specimen.name)
-def test_a_fault_put_back_is_found(specimen: Specimen) -> None:
+def test_a_fault_put_back_is_found_anew(specimen: Specimen) -> None:
     assert found(specimen) is not None, f"not found among seeds {specimen.seeds}"
 
 
