@@ -1,4 +1,4 @@
-"""A step's inputs at fixed addresses: one set of buffers for each layout, filled by one upload and two gathers.
+"""A step's inputs at fixed addresses: one set of buffers for each layout, filled by one upload and one gather.
 
 A step of T tokens and S rows uses the first T and S of each buffer, so that what is captured over them may be replayed.
 Ids and blocks are gathered on the device, from the request table; the host sends where they are and never reads them.
@@ -8,8 +8,6 @@ Never decides which rows run.
 Shapes: T tokens, S rows (sequences), N sampled rows.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,39 +15,23 @@ from torch import Tensor
 from kernels.backend import StepInputs
 from services.core.ids import BLOCK_SLOTS, LayoutKind
 from services.worker.steps.table import RequestTable, Rows, TableLimits
-from services.worker.steps.words import Int32s, Int64s
-
-
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    """What is sent for a step, in the order of memory: addresses and indexes of 64 bits first."""
-
-    token_address: Int64s
-    block_address: Int64s
-    sampled_tokens: Int64s
-    positions: Int32s
-    slot_in_block: Int32s
-    row_of_sequence: Int32s
-    query_start: Int32s
-    context_tokens: Int32s
 
 
 class StepBuffers:
-    """Inputs of one layout's steps."""
+    """Inputs of one layout's steps: 32-bit words, what is sent in the order of `_widths`, and what is gathered."""
 
     def __init__(self, layout: LayoutKind, table: RequestTable) -> None:
         self.layout, self._table = layout, table
         widths, device = _widths(table.limits), table.state.words.device
         self._sent = torch.from_numpy(np.zeros(sum(widths), np.int32))
-        """On the host; 32-bit words."""
+        """On the host."""
         self._here = self._sent.to(device)
-        host = _split(self._sent, widths)
-        self._fields = _Fields(*(part.numpy() for part in host))
+        self._fields = [part.numpy() for part in _split(self._sent, widths)]
         self._parts = _split(self._here, widths)
-        self._ids = torch.zeros(table.limits.max_batch_tokens, dtype=torch.int32, device=device)
-        self._slots = torch.zeros_like(self._ids)
+        self._gathered = torch.zeros(2 * table.limits.max_batch_tokens, dtype=torch.int32, device=device)
         self._shape = (0, 0, 0)
         self._inputs: StepInputs | None = None
+        self._gathers: tuple[Tensor, ...] = ()
 
     def fill(self, rows: Rows) -> StepInputs:
         """This step's inputs; they hold until the next call."""
@@ -58,28 +40,32 @@ class StepBuffers:
         self._here.copy_(self._sent, non_blocking=True)
         if self._inputs is None or shape != self._shape:
             self._shape, self._inputs = shape, self._views(*shape)
-        self._gather(self._inputs)
+        addresses, gathered, slot_in_block = self._gathers
+        torch.index_select(self._table.state.words, 0, addresses, out=gathered)
+        torch.add(slot_in_block, self._inputs.slots, alpha=BLOCK_SLOTS, out=self._inputs.slots)
         return self._inputs
 
     def _write(self, rows: Rows, num_tokens: int, num_rows: int, num_sampled: int) -> None:
-        fields, positions = self._fields, rows.positions()
-        request = np.repeat(rows.request, rows.row_tokens)
-        fields.token_address[:num_tokens] = self._table.token_addresses(request, positions)
-        fields.block_address[:num_tokens] = self._table.block_addresses(request, positions // BLOCK_SLOTS)
-        fields.sampled_tokens[:num_sampled] = rows.query_start[1:][rows.sampled] - 1
-        fields.positions[:num_tokens] = positions
-        fields.slot_in_block[:num_tokens] = positions % BLOCK_SLOTS
-        fields.row_of_sequence[:num_rows] = rows.request
-        fields.query_start[: num_rows + 1] = rows.query_start
-        fields.context_tokens[:num_rows] = rows.context_tokens
+        addresses, sampled_tokens, positions, slot_in_block, row_of_sequence, query_start, context_tokens = self._fields
+        request, position = rows.tokens()
+        addresses[:num_tokens] = self._table.token_addresses(request, position)
+        addresses[num_tokens : 2 * num_tokens] = self._table.block_addresses(request, position // BLOCK_SLOTS)
+        sampled_tokens[:num_sampled] = rows.query_start[1:][rows.sampled] - 1
+        positions[:num_tokens] = position
+        slot_in_block[:num_tokens] = position % BLOCK_SLOTS
+        row_of_sequence[:num_rows] = rows.request
+        query_start[: num_rows + 1] = rows.query_start
+        context_tokens[:num_rows] = rows.context_tokens
 
     def _views(self, num_tokens: int, num_rows: int, num_sampled: int) -> StepInputs:
-        _, _, sampled_tokens, positions, _, row_of_sequence, query_start, context_tokens = self._parts
+        addresses, sampled_tokens, positions, slot_in_block, row_of_sequence, query_start, context_tokens = self._parts
+        gathered = self._gathered[: 2 * num_tokens]
+        self._gathers = (addresses[: 2 * num_tokens], gathered, slot_in_block[:num_tokens])
         return StepInputs(
             num_tokens=num_tokens,
-            input_ids=self._ids[:num_tokens],
+            input_ids=gathered[:num_tokens],
             positions=positions[:num_tokens],
-            slots=self._slots[:num_tokens],
+            slots=gathered[num_tokens:],
             block_tables=self._table.blocks_RB,
             row_of_sequence=row_of_sequence[:num_rows],
             query_start=query_start[: num_rows + 1],
@@ -87,24 +73,17 @@ class StepBuffers:
             sampled_tokens=sampled_tokens[:num_sampled],
         )
 
-    def _gather(self, inputs: StepInputs) -> None:
-        words, n = self._table.state.words, inputs.num_tokens
-        token_address, block_address, _, _, slot_in_block, *_ = self._parts
-        torch.index_select(words, 0, token_address[:n], out=inputs.input_ids)
-        torch.index_select(words, 0, block_address[:n], out=inputs.slots)
-        inputs.slots.mul_(BLOCK_SLOTS).add_(slot_in_block[:n])
+
+NUM_WIDE = 2
+"""Fields of 64 bits, which come first: addresses of ids and then of blocks, and the sampled tokens."""
 
 
-def _widths(limits: TableLimits) -> tuple[int, ...]:
-    """32-bit words of each field."""
+def _widths(limits: TableLimits) -> list[int]:
+    """32-bit words of each field: besides those, positions, places in a block, and what attention needs of the rows."""
     tokens, rows = limits.max_batch_tokens, limits.max_resident_requests
-    return (2 * tokens, 2 * tokens, 2 * rows, tokens, tokens, rows, rows + 1, rows)
+    return [4 * tokens, 2 * rows, tokens, tokens, rows, rows + 1, rows]
 
 
-NUM_WIDE = 3
-"""Fields of 64 bits."""
-
-
-def _split(words: Tensor, widths: tuple[int, ...]) -> tuple[Tensor, ...]:
-    parts = torch.split(words, list(widths))
-    return (*(part.view(torch.int64) for part in parts[:NUM_WIDE]), *parts[NUM_WIDE:])
+def _split(words: Tensor, widths: list[int]) -> list[Tensor]:
+    parts = torch.split(words, widths)
+    return [*(part.view(torch.int64) for part in parts[:NUM_WIDE]), *parts[NUM_WIDE:]]

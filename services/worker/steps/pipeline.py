@@ -139,6 +139,7 @@ class StepPipeline:
         prepared, watch = launched.prepared, self._parts.carrier.watch
         self._parts.device.finish()
         watch.check()
+        digest = self._report_digest(prepared)
         waited_ns = watch.waited_ns - prepared.waited_ns
         compute_ns = time.perf_counter_ns() - prepared.began_ns - waited_ns
         self.compute_ns += compute_ns
@@ -146,7 +147,7 @@ class StepPipeline:
         self._parts.records.write(RecordKind.STEP_ENDED, prepared.sequence, payload=compute_ns)
         return StepReport(
             sequence=prepared.sequence,
-            digest=self._report_digest(prepared),
+            digest=digest,
             compute_ns=compute_ns,
             wait_ns=waited_ns,
             tokens=None if launched.sampled is None else launched.sampled.tokens(),

@@ -19,7 +19,7 @@ from kernels.cpu.sampling import add_sparse, log_softmax_at, penalize, sample, t
 from services.core.ids import TokenId
 from services.core.request import TokenLogprobs
 from services.core.step import SampledTokens
-from services.worker.steps.sampling_words import Param
+from services.worker.steps.sampling_words import NUM_FLOATS, Param
 from services.worker.steps.table import RequestTable
 from services.worker.steps.words import Int32s, Int64s
 
@@ -45,14 +45,14 @@ class Sampled:
 
 
 class _Params:
-    """Parameters of the sampled rows, [N] each, on the host, where these kernels are."""
+    """Parameters of the sampled rows, [N] each by `Param`, on the host, where these kernels are."""
 
     def __init__(self, table: RequestTable, request: Int64s) -> None:
-        where = torch.from_numpy(request).to(table.params_PR.device)
-        self.words = torch.index_select(table.params_PR, 1, where).cpu()
-        self.floats = self.words.view(torch.float32)
-        """The columns that are floats."""
-        self.seeds = torch.index_select(table.seeds_R, 0, where).cpu()
+        words_PR = table.params_PR
+        words = torch.index_select(words_PR, 1, torch.from_numpy(request).to(words_PR.device)).cpu().numpy()
+        self.floats = words[:NUM_FLOATS].view(np.float32)
+        self.top_k = words[Param.TOP_K]
+        self.seeds = words[Param.SEED_LOW :].T.ravel().view(np.int64)
 
 
 class Sampler:
@@ -76,11 +76,11 @@ class Sampler:
         ids, finite = np.zeros(len(output_position), np.int32), np.zeros(len(output_position), np.bool_)
         sample(
             logits,
-            params.floats[Param.TEMPERATURE],
-            params.words[Param.TOP_K],
-            params.floats[Param.TOP_P],
-            params.floats[Param.MIN_P],
-            params.seeds,
+            torch.from_numpy(params.floats[Param.TEMPERATURE]),
+            torch.from_numpy(params.top_k),
+            torch.from_numpy(params.floats[Param.TOP_P]),
+            torch.from_numpy(params.floats[Param.MIN_P]),
+            torch.from_numpy(params.seeds),
             torch.from_numpy(output_position),
             torch.from_numpy(ids),
             torch.from_numpy(finite),

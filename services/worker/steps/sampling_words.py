@@ -22,14 +22,16 @@ class Param(IntEnum):
     REPETITION = 5
     TOP_K = 6
     NUM_PROMPT_TOKENS = 7
+    SEED_LOW = 8
+    SEED_HIGH = 9
 
 
 NUM_FLOATS = Param.REPETITION + 1
-"""The columns before it are float32, those from here on int32."""
+"""The columns before it are float32, those from here on int32; the two of the seed are its halves."""
 
 
 def param_words(params: SamplingParams, num_prompt_tokens: int) -> Int32s:
-    """[len(Param)] of one request, but the seed, which has 64 bits."""
+    """[len(Param)] of one request."""
     words = np.empty(len(Param), np.int32)
     words[:NUM_FLOATS].view(np.float32)[:] = (
         params.temperature,
@@ -39,13 +41,9 @@ def param_words(params: SamplingParams, num_prompt_tokens: int) -> Int32s:
         params.frequency_penalty,
         params.repetition_penalty,
     )
-    words[NUM_FLOATS:] = (params.top_k, num_prompt_tokens)
+    words[NUM_FLOATS : Param.SEED_LOW] = (params.top_k, num_prompt_tokens)
+    words[Param.SEED_LOW :] = np.array([params.seed], np.uint64).view(np.int32)
     return words
-
-
-def seed_words(seed: int) -> Int32s:
-    """[2] of 64 bits, unsigned."""
-    return np.array([seed], np.uint64).view(np.int32)
 
 
 def is_penalised(params: SamplingParams) -> bool:

@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.core.ids import BLOCK_SLOTS, LogIndex, RequestIndex, blocks_for
+from services.core.ids import BLOCK_SLOTS, LogIndex, blocks_for
 from services.core.log import ProtocolError
 from services.core.step import AdmittedRequest, StepPlan
-from services.worker.steps.sampling_words import Param, is_penalised, param_words, seed_words
+from services.worker.steps.sampling_words import Param, is_penalised, param_words
 from services.worker.steps.words import NO_CHANGES, DeviceWords, Int32s, Int64s, WordChanges, joined
 
 _FREE = np.iinfo(np.int64).max
@@ -29,7 +29,6 @@ _FREE = np.iinfo(np.int64).max
 
 MAX_TOKEN_TABLE_BYTES = 1 << 36
 """Refuses limits that multiply to nonsense; the table is backed lazily, so its size is address space, not memory."""
-SEED_WORDS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +62,17 @@ class Rows:
         """Tokens of the step."""
         return int(self.query_start[-1])
 
-    def positions(self) -> Int64s:
-        """[T] every token's position in its request."""
+    def tokens(self) -> tuple[Int64s, Int64s]:
+        """[T] each: the request index and the position of every token."""
+        if self.num_tokens == len(self.request):
+            return self.request, self.start
         offset = self.start - self.query_start[:-1]
-        return np.arange(self.num_tokens) + np.repeat(offset, self.row_tokens)
+        positions = np.arange(self.num_tokens) + np.repeat(offset, self.row_tokens)
+        return np.repeat(self.request, self.row_tokens), positions
 
 
 class RequestTable:
-    """Tokens, blocks and sampling parameters of every running request. Seeds come first, so that they are aligned."""
+    """Tokens, blocks and sampling parameters of every running request."""
 
     def __init__(self, limits: TableLimits, device: torch.device | None = None) -> None:
         num_rows, num_tokens = limits.max_resident_requests, limits.max_context_tokens
@@ -80,14 +82,12 @@ class RequestTable:
                 f"most {MAX_TOKEN_TABLE_BYTES} bytes expected: lower max_resident_requests or context_tokens"
             )
         self.limits, self._table_blocks = limits, blocks_for(num_tokens)
-        self._params_begin = SEED_WORDS * num_rows
-        self._tokens_begin = self._params_begin + len(Param) * num_rows
+        self._tokens_begin = len(Param) * num_rows
         self._blocks_begin = self._tokens_begin + num_rows * num_tokens
         end = self._blocks_begin + num_rows * self._table_blocks
         self.state = DeviceWords(end, device or torch.device("cpu"))
         words = self.state.words
-        self.seeds_R = words[: self._params_begin].view(torch.int64)
-        self.params_PR = words[self._params_begin : self._tokens_begin].view(len(Param), num_rows)
+        self.params_PR = words[: self._tokens_begin].view(len(Param), num_rows)
         self.tokens_RC = words[self._tokens_begin : self._blocks_begin].view(num_rows, num_tokens)
         self.blocks_RB = words[self._blocks_begin : end].view(num_rows, self._table_blocks)
         # What is checked, on the host.
@@ -183,13 +183,12 @@ class RequestTable:
     def _admitted_words(self, request: AdmittedRequest, tokens: Int64s, blocks: Int64s) -> WordChanges:
         index, num_rows = request.request_index, self.limits.max_resident_requests
         addresses = (
-            np.arange(SEED_WORDS) + SEED_WORDS * index,
-            self._params_begin + index + num_rows * np.arange(len(Param)),
+            index + num_rows * np.arange(len(Param)),
             self.token_addresses(index, np.arange(len(tokens))),
             self.block_addresses(index, np.arange(len(blocks))),
         )
         params = param_words(request.sampling, request.num_prompt_tokens)
-        values = (seed_words(request.sampling.seed), params, tokens.astype(np.int32), blocks.astype(np.int32))
+        values = (params, tokens.astype(np.int32), blocks.astype(np.int32))
         return WordChanges(np.concatenate(addresses), np.concatenate(values))
 
     def _append_blocks(self, plan: StepPlan) -> WordChanges:
@@ -224,14 +223,14 @@ class RequestTable:
             raise ProtocolError("a step without rows: write none instead")
         _check("row's request index", index, self.limits.max_resident_requests)
         self._check_running(index, "has a row")
-        if np.bincount(index).max() > 1:
+        if len(set(plan.row_request_index)) < len(index):
             raise ProtocolError(f"a request has two rows in one step: indexes {index.tolist()}")
-        if start.min() < 0 or count.min() < 1:
+        if _least(start) < 0 or _least(count) < 1:
             raise ProtocolError(f"rows start at 0 or above and have tokens, got starts {start} of {count} tokens")
         end = start + count
         self._check_reach(index, end)
         query_start = np.zeros(len(index) + 1, np.int32)
-        np.cumsum(count, out=query_start[1:])
+        np.add.accumulate(count, out=query_start[1:])
         if query_start[-1] > self.limits.max_batch_tokens:
             raise ProtocolError(
                 f"a step of {query_start[-1]} tokens, at most {self.limits.max_batch_tokens} fit the activations: "
@@ -241,9 +240,10 @@ class RequestTable:
 
     def _check_reach(self, index: Int64s, end: Int64s) -> None:
         limits, slots = self.limits, self.num_blocks[index] * BLOCK_SLOTS
-        beyond = (end > slots) | (end > self.num_tokens[index]) | (end > limits.max_context_tokens)
-        if beyond.any():
-            row = int(np.flatnonzero(beyond)[0])
+        # Tokens known are within the context.
+        room = np.minimum(slots, self.num_tokens[index])
+        if np.logical_or.reduce(end > room):
+            row = int(np.flatnonzero(end > room)[0])
             raise ProtocolError(
                 f"row {row} reads tokens up to {end[row]} of request index {index[row]}, which has "
                 f"{self.num_tokens[index[row]]} tokens known here, {slots[row]} slots and a context of "
@@ -252,16 +252,16 @@ class RequestTable:
 
     def _check_running(self, index: Int64s, what: str) -> None:
         free = self.admitted_at[index] == _FREE
-        if free.any():
+        if np.logical_or.reduce(free):
             raise ProtocolError(f"request index {index[free][0]} {what}, but nobody has it: admit it first")
 
-    def token_addresses(self, index: Int64s | RequestIndex, position: Int64s) -> Int64s:
+    def token_addresses(self, index: Int64s | int, position: Int64s) -> Int64s:
         """Where the tokens at these positions are among the words."""
-        return self._tokens_begin + np.asarray(index) * self.limits.max_context_tokens + position
+        return self._tokens_begin + index * self.limits.max_context_tokens + position
 
-    def block_addresses(self, index: Int64s | RequestIndex, position: Int64s) -> Int64s:
+    def block_addresses(self, index: Int64s | int, position: Int64s) -> Int64s:
         """Where these places of block tables are among the words."""
-        return self._blocks_begin + np.asarray(index) * self._table_blocks + position
+        return self._blocks_begin + index * self._table_blocks + position
 
     def apply_tokens(self, sequence: LogIndex, index: Int64s, position: Int64s, ids: Tensor) -> None:
         """Writes the ids (int32, on the device) that step `sequence` sampled for `index` at `position`, all [N].
@@ -270,7 +270,7 @@ class RequestTable:
         later step can read it.
         """
         live = (self.admitted_at[index] <= sequence) & (position < self.limits.max_context_tokens)
-        if not live.all():
+        if not np.logical_and.reduce(live):
             index, position, ids = index[live], position[live], ids[torch.from_numpy(live).to(ids.device)]
         self.state.put(self.token_addresses(index, position), ids)
         self.num_tokens[index] = np.maximum(self.num_tokens[index], position + 1)
@@ -281,10 +281,15 @@ def check_sampled(ids: Tensor, vocab_size: int) -> None:
     _check("sampled token id", ids.numpy(), vocab_size)
 
 
+def _least(values: NDArray[np.signedinteger]) -> int:
+    """Of some; without the layers of `min`, which take longer than a few rows do."""
+    return int(np.minimum.reduce(values))
+
+
 def _sampled_rows(plan: StepPlan, num_rows: int) -> Int64s:
     sampled = np.asarray(plan.sampled_row, np.int64)
     _check("sampled row", sampled, num_rows)
-    if (np.diff(sampled) <= 0).any():
+    if len(sampled) > 1 and np.logical_or.reduce(sampled[1:] <= sampled[:-1]):
         raise ProtocolError(f"sampled rows must rise, got {sampled.tolist()}")
     return sampled
 
@@ -297,6 +302,6 @@ def _parallel(what: str, *lists: Collection[int]) -> tuple[Int64s, ...]:
 
 def _check(what: str, values: NDArray[np.signedinteger], limit: int) -> None:
     """Raises ProtocolError unless all values are in [0, limit)."""
-    if len(values) and not (values.min() >= 0 and values.max() < limit):
+    if len(values) and not (_least(values) >= 0 and np.maximum.reduce(values) < limit):
         wrong = values[(values < 0) | (values >= limit)][0]
         raise ProtocolError(f"{what} {wrong} is outside [0, {limit})")

@@ -118,13 +118,13 @@ def test_sampling_parameters_of_an_earlier_holder_are_gone() -> None:
     biased = SamplingParams(temperature=0.5, repetition_penalty=1.1, seed=2**64 - 1, logit_bias=((TokenId(3), 2.0),))
     table = table_with(admitted(1, [5], sampling=biased))
     assert table.penalised[1]
-    assert table.seeds_R.numpy().view(np.uint64)[1] == 2**64 - 1
+    assert table.params_PR[[Param.SEED_LOW, Param.SEED_HIGH], 1].tolist() == [-1, -1]
     assert table.params_PR.view(torch.float32)[[Param.TEMPERATURE, Param.REPETITION], 1].tolist() == [0.5, floats(1.1)]
     table.apply_deltas(StepPlan(released=[RequestIndex(1)], admitted=[admitted(1, [6])]), LogIndex(3))
     assert not table.penalised[1]
     assert table.bias == {}
     assert table.num_bias[1] == 0
-    assert table.seeds_R[1] == 0
+    assert table.params_PR[[Param.SEED_LOW, Param.SEED_HIGH], 1].tolist() == [0, 0]
     assert table.params_PR.view(torch.float32)[[Param.TEMPERATURE, Param.REPETITION], 1].tolist() == [0, 1]
 
 
