@@ -80,7 +80,8 @@ class Trigger:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`kind` is crash, stop, unlink (the mover's stream to a rank breaks) or unask (the scheduler's to the mover does).
+    """`kind` is crash, stop, unlink (the mover's stream to a rank breaks), unask (the scheduler's to the mover does) or
+    fill (the mover's journal takes nothing).
 
     `who` is a process' name, `for_ns` how long.
     With a `moment` of a flip it waits, from `at_ns` on, for that moment to come, and happens shortly after it.

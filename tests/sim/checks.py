@@ -3,6 +3,7 @@
 Kept apart from the processes: a process knows what it could know, this sees all of them at one instant.
 """
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from services.core.flip.messages import Conclude, FlipOutcome
@@ -194,6 +195,23 @@ class Checks:
         census = run.batcher.census()
         if not census.is_sound:
             raise InvariantError("census", f"{census}")
+        self._rows_in_flight(run)
+
+    def _rows_in_flight(self, run: "Run") -> None:
+        """What a request waits for is what steps in flight sample for its present stay in the batch."""
+        sampled = Counter(
+            row.request.request_id
+            for draft in run.batcher._in_flight.values()
+            for row in draft.sampled
+            if row.is_live and row.request.index is not None
+        )
+        for request in run.batcher._running:
+            if request.num_in_flight != sampled[request.request_id]:
+                raise InvariantError(
+                    "rows in flight",
+                    f"{request.request_id} waits for {request.num_in_flight} tokens, steps in flight sample "
+                    f"{sampled[request.request_id]} for it",
+                )
 
     def on_wrong_context(
         self, rank: "RankProcess", place: "Place", begin: int, found: list[int | None], sequence: int

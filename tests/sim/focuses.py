@@ -3,13 +3,19 @@
 from dataclasses import replace
 
 from services.core.ids import TokenId
-from tests.sim.case import MS, US, Case, Fault, Odds
+from tests.sim.case import MS, US, Case, Fault, Odds, S
 from tests.sim.processes.memory import Mode
 
 
 def mover_dies_at_enter(case: Case) -> Case:
     """Its journal holds ENTER, and ranks may not have heard it."""
     return replace(case, faults=(Fault(0, "crash", "mover", moment="entered"),), eager_flips=3, mode=Mode.DUAL)
+
+
+def the_journal_is_full_after_enter(case: Case) -> Case:
+    """The outcome cannot be written down, in life after life of the mover, for longer than anybody should wait."""
+    fault = Fault(0, "fill", "mover", for_ns=4 * S, moment="entered")
+    return replace(case, faults=(fault,), odds=Odds(), eager_flips=2)
 
 
 def links_break_as_flips_follow_each_other(case: Case) -> Case:

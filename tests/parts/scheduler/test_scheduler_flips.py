@@ -37,6 +37,7 @@ from services.mesh.telemetry.progress import Progress
 from services.policy.decide import PolicyMode, PolicyRules
 from services.policy.server import Policy
 from services.scheduler import timeline
+from services.scheduler.batch.batcher import Batcher
 from services.scheduler.log import STOOD_STILL_NS
 from tests.mesh.support.toy_group import WAIT_S, Router, ToyGroup, running_group
 from tests.support.scripted_scheduler import open_log
@@ -397,6 +398,59 @@ async def test_advice_about_another_epoch_is_not_followed(
                 while policy.num_said <= number:
                     await anyio.lowlevel.checkpoint()
         assert [span.reason for span in (await group.status()).timeline][1:] == (["a test"] if is_followed else [])
+
+
+class MumblingPolicy(PolicyServiceServicer):
+    """Its first advice names no layout."""
+
+    async def AdviseLayout(  # noqa: N802
+        self, request_iterator: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[policy_service_pb2.AdviseLayoutResponse]:
+        async for signal in request_iterator:
+            yield policy_service_pb2.AdviseLayoutResponse(reason="mumbled", fence=signal.fence)
+            yield policy_service_pb2.AdviseLayoutResponse(
+                advised=layout_to_proto(PP), reason="said", fence=signal.fence
+            )
+
+
+async def test_advice_that_cannot_be_read_is_dropped_and_counted(tmp_path: Path, log: Log) -> None:
+    """A9: the next one is followed, in the same generation."""
+    mover = ScriptedMover(COMMITTED)
+    async with (
+        flipping(tmp_path, log, mover) as (group, router),
+        serving(group, "policy", add_PolicyServiceServicer_to_server, MumblingPolicy(), policy_service_pb2.DESCRIPTOR),
+    ):
+        await asked(mover)
+        await router.submit("a", PROMPT, 3)
+        await router.ended("a")
+        status = await group.status()
+        assert [span.reason for span in status.timeline][1:] == ["said"]
+        assert status.generation == entries(group)[0].generation
+        assert metric(group, "flipmesh_scheduler_dropped_advice") >= 1
+    assert "mumbled" in StatePaths(tmp_path).log_file("router").read_text()
+
+
+async def test_a_fault_on_the_way_of_a_request_ends_the_generation(
+    tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A4: nobody waits for a log that nobody knows the state of, and the next one serves."""
+    async with running_group(tmp_path, log) as group:
+        router = await group.joined()
+        with monkeypatch.context() as patched:
+
+            def fails(*_: object) -> None:
+                raise AssertionError("a block too many")
+
+            patched.setattr(Batcher, "submit", fails)
+            await router.submit("a", PROMPT, 3)
+            reason = (await router.until("lost")).lost.reason
+        assert reason == "a fault of the scheduler: AssertionError: a block too many"
+        await group.start_workers()
+        await router.until("opened")
+        await router.submit("a", PROMPT, 3)
+        await router.ended("a")
+        assert router.output("a") == answer(PROMPT, 3)
+    assert "generation-failed" in StatePaths(tmp_path).log_file("router").read_text()
 
 
 async def test_a_leak_is_said_and_serving_goes_on(tmp_path: Path, log: Log) -> None:

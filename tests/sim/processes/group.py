@@ -181,6 +181,9 @@ class Group:
             self._unlink(process)
         elif fault.kind == "unask":
             self._unask()
+        elif fault.kind == "fill":
+            self.mover.journal.is_full = True
+            self.world.at(fault.for_ns, None, setattr, self.mover.journal, "is_full", False)
         elif not process.is_stopped:
             process.stop()
             self.world.at(fault.for_ns, None, self._go_on, process, process.life)

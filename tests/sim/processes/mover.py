@@ -5,6 +5,7 @@ is lost, and a rank says its state again when it is back.
 """
 
 from dataclasses import dataclass, field
+from errno import ENOSPC
 from typing import TYPE_CHECKING
 
 from services.core.flip.attempts import Command, Coordination, OpenAttempt
@@ -52,6 +53,8 @@ class MemoryJournal:
 
     records: list[Record] = field(default_factory=list)
     newest: dict[FlipKey, Record] = field(default_factory=dict)
+    is_full: bool = False
+    """Nothing more can be written."""
 
     def last(self, key: FlipKey) -> Record | None:
         """The newest record of an attempt."""
@@ -59,6 +62,8 @@ class MemoryJournal:
 
     def append(self, record: Record) -> None:
         """Durable when this returns."""
+        if self.is_full:
+            raise OSError(ENOSPC, "no space is left")
         self.records.append(record)
         self.newest[record.key] = record
 
@@ -100,7 +105,11 @@ class MoverProcess(Process):
             self.world.note(self.name, "busy", key)
             answers.send(QuestionFailed(key[1], "another attempt is open"))
             return
-        answer = self.coordination.ask(key, self.world.now_ns)
+        try:
+            answer = self.coordination.ask(key, self.world.now_ns)
+        except OSError as error:
+            answers.send(QuestionFailed(key[1], str(error)))
+            return
         if isinstance(answer, Concluded):
             answers.send(MoverDecided(key[1], answer.outcome, answer.reason))
             return
@@ -157,7 +166,12 @@ class MoverProcess(Process):
         self.world.note(self.name, "hears", type(event).__name__, getattr(event, "rank", ""), state.value)
         if isinstance(event, RankWithdrew) and state is not CoordinatorState.ENTERED:
             self.group.checks.on_withdrawal_heard(attempt.key, event.rank, event.round)
-        commands = attempt.on_event(event, self.world.now_ns)
+        try:
+            commands = attempt.on_event(event, self.world.now_ns)
+        except OSError as error:
+            self.world.note(self.name, "ends", error)
+            self.group.crash(self)
+            return
         if state is not CoordinatorState.ENTERED and attempt.state is CoordinatorState.ENTERED:
             self.group.checks.on_enter(attempt.key, attempt.round)
         for command in commands:

@@ -1,11 +1,11 @@
 """Coordinators, participants, movers and schedulers with one rule of the flip taken out."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from services.core.flip.attempts import Coordination, Opened, Records
 from services.core.flip.coordinator import CoordinatorState, FlipCoordinator
-from services.core.flip.log_side import FlipAttempts
+from services.core.flip.log_side import Attempt, FlipAttempts
 from services.core.flip.messages import (
     AbandonReached,
     Conclude,
@@ -32,6 +32,7 @@ from services.core.flip.rank_side import RankFlips
 from services.core.flip.records import Concluded, Entered, FlipKey, Record
 from services.core.ids import Epoch, FlipId, Rank
 from services.core.step import AbandonEntry, CommitEntry, FlipEntry, LogEntry
+from services.scheduler.inputs import FlipWanted
 from services.scheduler.log import GenerationLog
 from tests.sim.case import DEADLINES
 from tests.sim.processes.memory import Worked
@@ -270,6 +271,32 @@ class ForgivingAttempts(FlipAttempts):
     @property
     def without_mover(self) -> FlipOutcome:
         return FlipOutcome.ABANDONED
+
+
+class HastyLog(GenerationLog):
+    """FLIP is written with the wish for it."""
+
+    def _on_flip_wanted(self, given: FlipWanted) -> None:
+        super()._on_flip_wanted(given)
+        attempt = self.flips.attempt
+        if attempt is not None and attempt.frozen_ns is None:
+            self.arm(attempt)
+
+    _STEPS: ClassVar = {**GenerationLog._STEPS, FlipWanted: _on_flip_wanted}
+
+
+class HopefulAttempts(FlipAttempts):
+    """Every word of the mover begins its silence anew, and nothing bounds the whole."""
+
+    __slots__ = ()
+
+    def on_word(self, flip_id: FlipId, now_ns: int) -> bool:
+        if self.attempt is not None:
+            self.attempt.is_first_question = True
+        return super().on_word(flip_id, now_ns)
+
+    def _given_up_ns(self, attempt: Attempt) -> int:
+        return attempt.heard_ns + self._clocks.silence_ns
 
 
 class ReorderedScheduler(SchedulerProcess):

@@ -164,6 +164,10 @@ def test_late_results_of_an_earlier_residence_are_dropped() -> None:
     ]
     bench.take(bench.batcher.abort(RequestId("old")))
     assert bench.issue() is not None and len(bench.indexes("young")) == 2
+    [request] = [one for one in bench.batcher._running if one.request_id == "young"]
+    plan = bench.plans[max(bench.plans)]
+    samples = plan.row_request_index.index(bench.indexes("young")[-1]) in plan.sampled_row
+    assert request.num_in_flight == samples, "what was in flight before its return is not waited for"
     before = (len(bench.outputs["young"]), bench.batcher.load().uncomputed_prefill_tokens)
     assert late, "results from before the preemption are still to come"
     for _ in late:
@@ -277,3 +281,18 @@ def test_a_prompt_cached_whole_gets_on_in_a_pool_without_room_for_two_copies_of_
     bench.run(max_steps=100)
     assert bench.outputs["second"] == answer(prompt, 10)
     assert bench.batcher.tally.num_preemptions == 0
+
+
+def test_after_a_flip_every_page_of_the_pool_counts_as_backed() -> None:
+    """A flip may have put pages under all of it: what a release gives is counted from there."""
+    bench = Bench(limits_of(), layout_of(LayoutKind.TP))
+    bench.submit("a", list(range(40)), 60)
+    bench.step()
+    bench.batcher.release_dead()
+    while bench.batcher.num_dead_blocks:
+        bench.step()
+    bench.batcher.freeze()
+    while bench.unreported:
+        bench.report()
+    bench.batcher.thaw(layout_of(LayoutKind.PP))
+    assert bench.batcher.num_dead_blocks > bench.batcher.limits.num_blocks // 2
