@@ -15,13 +15,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 BUILT := $(wildcard protos/flipmesh/*/v1/*.proto kernels/cpu/native/*.c kernels/cpu/native/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help install fetch serve slow test sim faults check fix protos bench clean
+.PHONY: help install fetch serve slow sanitize test sim faults check fix protos bench clean
 
 help:
 	@echo "make serve   set up, fetch the default model, serve it on http://127.0.0.1:8000"
 	@echo "make test    set up and run the tests"
 	@echo "make sim     simulated schedules of the flip, SEEDS of them from FIRST on"
 	@echo "make slow    the sweeps that make test leaves out"
+	@echo "make sanitize  the C kernels under address, undefined-behaviour and thread sanitizers"
 	@echo "make faults  processes killed and stopped in every state of a flip; goes on where it was stopped; ONLY=text of a name"
 	@echo "make check   lint, types, import contracts, bounds"
 	@echo "make fix     format, and mend what the linter can"
@@ -48,6 +49,9 @@ fetch: $(INSTALLED)
 
 serve: fetch
 	@exec $(BIN)/honcho start
+
+sanitize: $(INSTALLED)
+	@$(BIN)/python -m tests.sanitize
 
 slow: fetch
 	@$(BIN)/pytest -m slow --timeout 600
