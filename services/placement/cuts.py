@@ -19,18 +19,6 @@ TOKEN_STEPS = 64
 """Largest sum of a proposed token vector, unless there are more ranks."""
 
 
-def parse_vector(name: str, text: str) -> tuple[int, ...]:
-    """A vector written as `2,1`; `checked_vector` says whether it can be one.
-
-    Raises:
-        LayoutError: an entry is no whole number.
-    """
-    try:
-        return tuple(int(entry) for entry in text.split(","))
-    except ValueError:
-        raise LayoutError(f"{name} {text!r} cannot be read: write one whole number per rank, such as 2,1") from None
-
-
 def checked_vector(name: str, vector: Sequence[int], num_ranks: int) -> tuple[int, ...]:
     """The vector itself, if it has one positive whole number per rank.
 

@@ -62,11 +62,6 @@ class TransferPlan:
         return sum(count for (source, destination), count in links if rank == destination != source)
 
 
-def even_floor_bytes(weight_bytes: int, num_ranks: int) -> float:
-    """Bytes that each rank has to receive in a flip between even layouts: W/n * (1 - 1/n)."""
-    return weight_bytes / num_ranks * (1 - 1 / num_ranks)
-
-
 def stable_hash(values: Iterable[object]) -> int:
     """64 bits over the `repr`s of values that print all they are."""
     digest = hashlib.blake2b(digest_size=HASH_BYTES)

@@ -1,4 +1,4 @@
-"""When requests come and how long they are: traces of real services scaled to a machine, and drawn ones. Pure.
+"""When requests come and how long they are: traces of real services scaled to a machine. Pure.
 
 A scaled trace says by how much: its factors are part of every result. Never opens a connection.
 """
@@ -6,14 +6,13 @@ A scaled trace says by how much: its factors are part of every result. Never ope
 import csv
 import itertools
 import json
-import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
 MAX_ARRIVALS = 100_000
-"""Rows that are read of a trace, and arrivals that are drawn."""
+"""Rows that are read of a trace."""
 PREFILL_TOKENS_PER_S = 300.0
 DECODE_TOKENS_PER_S = 80.0
 """What a small CPU machine works off, for the choice of a time scale: only the order of magnitude matters."""
@@ -124,14 +123,3 @@ def _shortened(arrival: Arrival, scale: float, max_prompt_tokens: int, max_outpu
         min(max_prompt_tokens, max(1, round(arrival.prompt_tokens * scale))),
         min(max_output_tokens, max(1, round(arrival.output_tokens * scale))),
     )
-
-
-def poisson(
-    seed: int, *, per_s: float, seconds: float, prompt_tokens: tuple[int, int], output_tokens: tuple[int, int]
-) -> tuple[Arrival, ...]:
-    """Independent arrivals, `per_s` on average, with lengths drawn evenly from closed ranges."""
-    drawn: list[Arrival] = []
-    draw, at_s = random.Random(seed), 0.0
-    while (at_s := at_s + draw.expovariate(per_s)) < seconds and len(drawn) < MAX_ARRIVALS:
-        drawn.append(Arrival(at_s, draw.randint(*prompt_tokens), draw.randint(*output_tokens)))
-    return tuple(drawn)

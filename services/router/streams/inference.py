@@ -16,7 +16,7 @@ from services.core.ids import RequestId, TokenId
 from services.core.request import SamplingParams, Submission
 from services.router.admission import Admission
 from services.router.openai.refusal import Kind, RefusalError, invalid
-from services.router.openai.wanted import Endpoint, InferenceRequest, Prompt, RequestBounds
+from services.router.openai.wanted import Endpoint, InferenceRequest, Prompt
 from services.router.request_metrics import RequestMetrics
 from services.router.request_span import describe
 from services.router.streams.open_request import OpenRequest
@@ -183,11 +183,6 @@ class Inference:
         metrics.duration_s.labels(endpoint).observe(self._clock() - began_s)
         if (first_s := generation.first_token_s) is not None:
             metrics.first_token_s.labels(endpoint).observe(first_s - began_s)
-
-
-def request_bounds(model: ServedModel, max_context_tokens: int, **limits: int) -> RequestBounds:
-    """What a request may ask of this model; `limits` come from the settings."""
-    return RequestBounds(vocabulary_size=model.vocabulary_size, max_context_tokens=max_context_tokens, **limits)
 
 
 def _fitted(asked: InferenceRequest, field: str, num_prompt_tokens: int, max_context_tokens: int) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.core.errors import ConfigurationError
-from tools.load.arrivals import Arrival, fit, poisson, read_trace
+from tools.load.arrivals import Arrival, fit, read_trace
 from tools.load.http_client import Loopback, StreamError, parse_loopback, stream_events
 from tools.load.http_load import HttpLoad, Shape, prompt_ids
 
@@ -209,10 +209,3 @@ def test_a_scaled_trace_fits_and_says_by_how_much() -> None:
     assert sum(arrival.work_s for arrival in scaled.arrivals) == pytest.approx(30.0, rel=0.1)
     assert all(arrival.output_tokens == 50 for arrival in scaled.arrivals)
     assert f"{len(scaled.arrivals)} arrivals, lengths x 0.125" in scaled.statement()
-
-
-def test_drawn_arrivals_repeat_and_keep_their_rate() -> None:
-    drawn = poisson(7, per_s=5.0, seconds=200.0, prompt_tokens=(3, 9), output_tokens=(1, 2))
-    assert drawn == poisson(7, per_s=5.0, seconds=200.0, prompt_tokens=(3, 9), output_tokens=(1, 2))
-    assert 850 < len(drawn) < 1150
-    assert all(3 <= arrival.prompt_tokens <= 9 and 0 < arrival.at_s < 200.0 for arrival in drawn)

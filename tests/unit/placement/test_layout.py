@@ -10,7 +10,6 @@ from services.placement.cuts import (
     TOKEN_STEPS,
     equalising_token_vector,
     largest_remainder,
-    parse_vector,
     pp_layout,
     token_capacity,
     tp_layout,
@@ -112,12 +111,6 @@ def test_a_vector_that_cannot_be_is_refused_with_rank_number_and_remedy(vector: 
         tp_layout(SMOLLM2, 2, vector)
     with pytest.raises(LayoutError, match=message.replace("tp_weights", "kv_tokens")):
         tp_layout(SMOLLM2, 2, kv_tokens=vector)
-
-
-def test_vectors_are_read_from_text() -> None:
-    assert parse_vector("tp_weights", "30, 17,17") == (30, 17, 17)
-    with pytest.raises(LayoutError, match=r"tp_weights '2;1' cannot be read: write one whole number per rank"):
-        parse_vector("tp_weights", "2;1")
 
 
 def test_the_token_vector_is_not_the_weight_vector() -> None:

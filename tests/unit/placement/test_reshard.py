@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from services.core.ids import Rank
 from services.core.layout import Layout, LayoutError, ShardUnits, Span
 from services.placement.cuts import pp_layout, tp_layout
-from services.placement.reshard import SourceChoice, TransferPlan, even_floor_bytes, transfer_plan
+from services.placement.reshard import SourceChoice, TransferPlan, transfer_plan
 from services.placement.shares import RankShards, TensorShard
 from tests.support.shard_models import CASES, HEADS_48, SMALL, TIED, TWO_KV_HEADS, ShardModel, cells
 
@@ -92,7 +92,7 @@ def test_an_even_split_moves_what_the_floor_says() -> None:
         for source, destination in ((pp, tp), (tp, pp)):
             plan = transfer_plan(model.tensors(), source, destination)
             received = [plan.received_bytes(Rank(rank)) for rank in range(num_ranks)]
-            assert received == [even_floor_bytes(whole, num_ranks)] * num_ranks
+            assert received == [whole / num_ranks * (1 - 1 / num_ranks)] * num_ranks
             links = plan.link_bytes()
             assert sum(links.values()) == whole
             assert len({count for (sender, receiver), count in links.items() if sender != receiver}) == 1
