@@ -109,6 +109,9 @@ class Policy(PolicyServiceServicer):
                 now_s = time.monotonic()
                 self._heard = _Heard(message, now_s, self._idle_since(message, now_s))
                 self._wake()
+        except grpc.aio.BaseError:
+            # This process stops while the scheduler still listens: the stream ends, nobody is wrong.
+            return
         finally:
             ended.set()
             self._wake()

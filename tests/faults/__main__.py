@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from services.mesh.debug.damage import DamageKind
 from tests.faults import table
 from tests.faults.cell import ASKS, Seen, run_cell
 from tests.faults.fault_mesh import FaultMesh, fault_mesh
@@ -94,11 +95,11 @@ class Sweep:
             shutil.copy(self._struck.mesh.state / "flips.journal", kept)
 
 
-async def control_of(struck: FaultMesh) -> list[Heard]:
+async def control_of(struck: FaultMesh, kinds: Sequence[DamageKind] = tuple(DamageKind)) -> list[Heard]:
     """The answers with no fault, twice, by an instrument that has seen damaged rows: else nothing is proved."""
     async with bench_of(struck.mesh) as bench:
         first, second = await bench.ask(ASKS), await bench.ask(ASKS)
-        blind = blind_spots(await positive_control(bench.client, NUM_RANKS))
+        blind = blind_spots(await positive_control(bench.client, NUM_RANKS, kinds=kinds))
     assert not (faults := [*control_faults(first, second), *blind]), faults
     return first
 

@@ -47,13 +47,15 @@ class Shown:
         return bool(self.what) and self.seen_after is None
 
 
-async def positive_control(client: MeshClient, num_ranks: int, seed: int = 0) -> list[Shown]:
-    """Every kind of damage on every rank, in the layout in force; the mesh serves nothing else meanwhile.
+async def positive_control(
+    client: MeshClient, num_ranks: int, seed: int = 0, kinds: Sequence[DamageKind] = tuple(DamageKind)
+) -> list[Shown]:
+    """Each kind of damage on every rank, in the layout in force; the mesh serves nothing else meanwhile.
 
     Raises:
         MeshError: a process does not answer, or damage is not allowed here.
     """
-    cases = [(Rank(rank), kind) for rank in range(num_ranks) for kind in DamageKind]
+    cases = [(Rank(rank), kind) for rank in range(num_ranks) for kind in kinds]
     asks = asks_of(2 * len(cases), NUM_TOKENS, FIRST_STORY)
     controls = await Load(client.channel("router"), asks, MAX_AT_ONCE).run()
     shown = []
