@@ -154,7 +154,10 @@ SPECIMENS = (
     _specimen("mark left standing (H)", ("stale quorum",), everybody_withdraws, coordinator=StandingMark),
     _specimen("one rank's quiet (I)", ("stale quorum",), coordinator=LonelyQuorum),
     _specimen(
-        "clock set back by every gate (O)", ("liveness", "frozen time"), everybody_withdraws, coordinator=UnboundRounds
+        "clock set back by every gate (O)",
+        ("liveness", "frozen time", "convergence"),
+        everybody_withdraws,
+        coordinator=UnboundRounds,
     ),
     _specimen("expiry before the gate sets it (Z5)", ("convergence",), coordinator=StaleExpiry),
     _specimen("commit at the first verified", ("commit after all verified",), coordinator=HastyCoordinator),
