@@ -16,9 +16,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+import torch
 from torch import Tensor, device, dtype
 
 from kernels.weights import Weight as Weight
+from services.core.ids import BLOCK_SLOTS
+
+NOT_HERE = -1
+"""The place of a block whose rows another rank has."""
+NO_SLOT = -1
+"""Of a token whose row another rank has: it is turned and not stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,14 @@ class AttentionShape:
     """Sliding attention: a token sees itself and the window - 1 before it. None: all before it."""
     soft_cap: float | None = None
     """Scores become cap * tanh(score / cap)."""
+
+
+def own_slots(slots_T: Tensor, places_B: Tensor | None) -> Tensor:
+    """[T] int32: the slots as places in this rank's planes, NO_SLOT for another rank's rows."""
+    if places_B is None:
+        return slots_T
+    place = places_B[slots_T // BLOCK_SLOTS]
+    return torch.where(place == NOT_HERE, NO_SLOT, place * BLOCK_SLOTS + slots_T % BLOCK_SLOTS).to(torch.int32)
 
 
 class Activation(Enum):

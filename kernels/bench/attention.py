@@ -1,4 +1,4 @@
-"""Measures attention and sampling on one thread: `python -m kernels.bench.attention`. Prints medians; changes nothing.
+"""Measures attention, planned once, and sampling on one thread: `python -m kernels.bench.attention`; prints medians.
 
 Decode is set against its floor, the bytes of visible keys and values at FLOOR_BYTES_S a core, prefill against the flops
 its query heads and visible keys need at the core's own peak, measured first. Pools are as many as a model's layers, up
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 import kernels._native as _native
-from kernels.cpu.attention import BLOCK_SLOTS, paged_attention
+from kernels.backend import AttentionShape, StepInputs
+from kernels.cpu.backend import CpuBackend
 from kernels.cpu.sampling import sample
+from services.core.ids import BLOCK_SLOTS
 
 FLOOR_BYTES_S = 7.4e9  # what one core of the reference machine reads from memory
 MAX_POOL_BYTES = 400_000_000
@@ -79,21 +81,16 @@ class _Work:
         q = torch.randn(self.num_sequences * self.num_queries, NUM_Q_HEADS, HEAD_DIM)
         out = torch.empty_like(q)
 
+        numbers = torch.arange(len(q), dtype=torch.int32)
+        inputs = StepInputs(
+            len(q), numbers, numbers, numbers, tables, rows, query_start, context, torch.zeros(0, dtype=torch.int64)
+        )
+        backend = CpuBackend()
+        planned = backend.plan(inputs, AttentionShape(NUM_Q_HEADS, NUM_KV_HEADS, 0, HEAD_DIM, HEAD_DIM**-0.5))
+
         def run(i: int) -> None:
             k_pool, v_pool = pools[i % num_layers]
-            paged_attention(
-                q,
-                k_pool,
-                v_pool,
-                tables,
-                rows,
-                query_start,
-                context,
-                out,
-                kv_head_begin=0,
-                num_kv_heads=NUM_KV_HEADS,
-                scale=HEAD_DIM**-0.5,
-            )
+            backend.attend(planned, q, k_pool, v_pool, out)
 
         return _median_s(run, self.repeats())
 

@@ -1,4 +1,4 @@
-"""Measures the products of kernels.cpu.linear: `python -m kernels.bench.linear [TYPE ...] [--lanes 4|8|16] [--model]`.
+"""Measures the products of the CPU's backend: `python -m kernels.bench.linear [TYPE ...] [--lanes 4|8|16] [--model]`.
 
 Prints, for each type and shape at 1, 4, 8 and 32 rows of x, on one thread: the median time, the rate at which weights
 are read, the rate of arithmetic, and two ratios: to the rate at which this machine reads memory (measured in the same
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu.linear import WIDEST_LANES, dequantize, multiply
+from kernels.cpu.backend import CpuBackend
+from kernels.cpu.linear import WIDEST_LANES, dequantize
 from kernels.weights import Matrix
 from services.models.ggml_types import GgmlType, block_length, row_bytes
 
@@ -80,7 +81,7 @@ def random_matrix(kind: GgmlType, num_rows: int, num_columns: int) -> Matrix:
 
 def measure(kind: GgmlType, num_rows: int, num_columns: int, lanes: int) -> Iterator[Figure]:
     """The figures of one type and shape for every count in NUM_TOKENS."""
-    size_bytes = num_rows * row_bytes(kind, num_columns)
+    linear, size_bytes = CpuBackend(lanes).linear, num_rows * row_bytes(kind, num_columns)
     copies = [random_matrix(kind, num_rows, num_columns) for _ in range(max(1, WORKING_SET_BYTES // size_bytes))]
     num_dense = max(1, WORKING_SET_BYTES // (num_rows * num_columns * 4))
     dense = [torch.empty(num_rows, num_columns) for _ in range(num_dense)]
@@ -91,7 +92,7 @@ def measure(kind: GgmlType, num_rows: int, num_columns: int, lanes: int) -> Iter
 
         def ours(x: torch.Tensor = x, out: torch.Tensor = out) -> None:
             for matrix in copies:
-                multiply(x, matrix, out, max_lanes=lanes)
+                linear(x, matrix, out)
 
         def theirs(x: torch.Tensor = x, out: torch.Tensor = out) -> None:
             for weight in dense:
@@ -109,7 +110,7 @@ def measure(kind: GgmlType, num_rows: int, num_columns: int, lanes: int) -> Iter
 
 def measure_model(lanes: int) -> Iterator[Figure]:
     """One pass over all linear layers of SmolLM2-135M; torch's pass is over float32 copies of the same shapes."""
-    shapes = LAYER_SHAPES * NUM_LAYERS
+    linear, shapes = CpuBackend(lanes).linear, LAYER_SHAPES * NUM_LAYERS
     matrices = [random_matrix(GgmlType.Q4_1, *shape) for shape in shapes]
     matrices.append(random_matrix(GgmlType.Q8_0, *HEAD_SHAPE))
     dense = [torch.randn(matrix.num_rows, matrix.num_columns) for matrix in matrices]
@@ -120,7 +121,7 @@ def measure_model(lanes: int) -> Iterator[Figure]:
 
         def ours(xs: list[torch.Tensor] = xs, outs: list[torch.Tensor] = outs) -> None:
             for x, matrix, out in zip(xs, matrices, outs, strict=True):
-                multiply(x, matrix, out, max_lanes=lanes)
+                linear(x, matrix, out)
 
         def theirs(xs: list[torch.Tensor] = xs, outs: list[torch.Tensor] = outs) -> None:
             for x, weight, out in zip(xs, dense, outs, strict=True):

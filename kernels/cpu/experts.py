@@ -8,15 +8,15 @@ experts 1e-5 of the sum over them of |weight| times the norms of a feed-forward'
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 import kernels._native as _native
 from kernels.backend import Activation
+from kernels.cpu.elementwise import GATES
 from kernels.weights import Weight
-
-_GATES = {Activation.SILU: 0, Activation.GELU_TANH: 1}
 
 
 def route(logits_TE: Tensor, num_used: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -46,24 +46,30 @@ def route(logits_TE: Tensor, num_used: int, *, normalise: bool) -> tuple[Tensor,
     return ids_TK, weights_TK
 
 
-def experts(
+@dataclass(frozen=True, slots=True)
+class LocalExperts:
+    """The weights of experts [first, first + len(gate)), tuples or lists of one weight each."""
+
+    first: int
+    gate: Sequence[Weight]
+    up: Sequence[Weight]
+    down: Sequence[Weight]
+
+
+def run(
     x_TH: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
-    first_expert: int,
-    gate: Sequence[Weight],
-    up: Sequence[Weight],
-    down: Sequence[Weight],
+    local: LocalExperts,
     activation: Activation,
     out_TH: Tensor,
     *,
-    accumulate: bool = False,
+    accumulate: bool,
+    lanes: int,
 ) -> None:
-    """out = sum over a token's local experts of weight * down(activation(gate(x)) * up(x)), or out += that.
+    """See Backend.experts; `out` must not overlap `x`, `lanes` bounds the vectors of products.
 
-    `gate`, `up` and `down` are the weights of experts [first_expert, first_expert + len(gate)), tuples or lists; a
-    token's other experts are other ranks'. `out` must not overlap `x`. Raises ValueError for shapes that do not fit and
-    ids below 0, before anything is written.
+    Raises ValueError for shapes that do not fit and ids below 0, before anything is written.
     """
     num_tokens, num_used = ids_TK.shape
     if (
@@ -77,7 +83,8 @@ def experts(
     ):
         raise ValueError(
             f"experts cannot take x {tuple(x_TH.shape)} {x_TH.stride()}, out {tuple(out_TH.shape)} {out_TH.stride()}, "
-            f"ids {ids_TK.dtype} {tuple(ids_TK.shape)}, weights {tuple(weights_TK.shape)}: see experts for what fits"
+            f"ids {ids_TK.dtype} {tuple(ids_TK.shape)}, weights {tuple(weights_TK.shape)}: float32 rows of one shape, "
+            "and int32 ids with a weight each, expected"
         )
     _native.experts(
         x_TH.data_ptr(),
@@ -86,13 +93,14 @@ def experts(
         out_TH.data_ptr(),
         num_tokens,
         num_used,
-        first_expert,
+        local.first,
         x_TH.shape[1],
         x_TH.stride(0),
         out_TH.stride(0),
-        _GATES[activation],
+        GATES[activation],
         accumulate,
-        gate,
-        up,
-        down,
+        local.gate,
+        local.up,
+        local.down,
+        lanes,
     )

@@ -6,51 +6,37 @@ Nothing allocates, starts threads or keeps state; other Python threads run durin
 Shapes: T rows of x (tokens), K input features (columns of the matrix), N output features (rows of the matrix).
 """
 
+import struct
+
 import torch
 from torch import Tensor
 
 import kernels._native as _native
-from kernels.cpu import paths
-from kernels.reference import products
 from kernels.weights import Matrix, Weight
 
 # Vectors of 16 floats are the widest there are (AVX-512); 8 stands for AVX2 and 4 for portable code.
 WIDEST_LANES = 16
+_OPERANDS = struct.Struct("2Q5q")
 
 
-def multiply(
-    x_TK: Tensor,
-    weight: Weight,
-    out_TN: Tensor,
-    *,
-    bias_N: Tensor | None = None,
-    accumulate: bool = False,
-    max_lanes: int = WIDEST_LANES,
-) -> None:
-    """out = x @ W^T (+ bias), or out += x @ W^T (+ bias); x and out have unit inner stride and must not overlap.
-
-    `max_lanes` bounds the vectors used, for tests and benches. Raises ValueError if types, shapes or strides misfit.
-    """
-    if x_TK.dtype is not torch.float32 or out_TN.dtype is not torch.float32:
-        raise ValueError(f"x and out must be float32, got {x_TK.dtype} and {out_TN.dtype}")
-    if paths.takes_torch(x_TK):
-        products.multiply(x_TK, weight, out_TN, bias_N=bias_N, accumulate=accumulate)
-        return
-    _native.linear_multiply(
-        weight.piece_table,
-        x_TK.data_ptr(),
-        x_TK.shape,
-        x_TK.stride(),
-        out_TN.data_ptr(),
-        out_TN.shape,
-        out_TN.stride(),
-        0 if bias_N is None else _bias_address(bias_N, weight),
-        accumulate,
-        max_lanes,
-    )
+def product_operands(x_TK: Tensor, out_TN: Tensor) -> bytes:
+    """C's product_operands; ValueError where types, shapes or strides misfit. x and out must not overlap."""
+    for name, tensor in (("x", x_TK), ("out", out_TN)):
+        if tensor.dim() != 2 or tensor.dtype is not torch.float32 or not tensor.device.type == "cpu":
+            raise ValueError(
+                f"{name} must have 2 dimensions and be float32 on the CPU, got {tensor.dtype} {list(tensor.shape)} on "
+                f"{tensor.device}"
+            )
+        if tensor.stride(1) != 1 and tensor.shape[1] > 1:
+            raise ValueError(f"{name} must have inner stride 1, got {tensor.stride()}: copy it with contiguous()")
+    if x_TK.shape[0] != out_TN.shape[0]:
+        raise ValueError(f"out must have x's {x_TK.shape[0]} rows, got {out_TN.shape[0]}")
+    shape = (*x_TK.shape, out_TN.shape[1])
+    return _OPERANDS.pack(x_TK.data_ptr(), out_TN.data_ptr(), *shape, x_TK.stride(0), out_TN.stride(0))
 
 
-def _bias_address(bias_N: Tensor, weight: Weight) -> int:
+def bias_address(bias_N: Tensor, weight: Weight) -> int:
+    """ValueError for all but a contiguous float32 bias of the weight's rows."""
     if bias_N.dtype is not torch.float32 or not bias_N.is_contiguous() or bias_N.shape != (weight.num_rows,):
         raise ValueError(
             f"a contiguous float32 bias of {weight.num_rows} expected, got {bias_N.dtype} {list(bias_N.shape)} strides "
@@ -88,9 +74,6 @@ def take_rows(
             f"ids must be int32 or int64 in one dimension and out float32, got {ids_T.dtype} of shape "
             f"{list(ids_T.shape)} and {out_TK.dtype}"
         )
-    if paths.takes_torch(out_TK):
-        products.take_rows(matrix, ids_T, out_TK, scale=scale)
-        return
     _native.linear_take_rows(
         matrix.ggml_type,
         matrix.address,

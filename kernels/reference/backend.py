@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.backend import AttentionShape, Planned, Rotary, StepInputs
+from kernels.backend import AttentionShape, Planned, Rotary, StepInputs, own_slots
+from kernels.checks import check_attended, check_inputs, check_parts, check_planes, check_rotation, check_shape
 from kernels.reference import attention, experts, products, rows
 from kernels.weights import Matrix, Weight
-from services.core.ids import BLOCK_SLOTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,31 +33,34 @@ class ReferenceBackend:
 
     norm = staticmethod(rows.rms_norm)
     gate = staticmethod(rows.gate)
+    add = staticmethod(rows.add)
     soft_cap = staticmethod(rows.soft_cap)
     linear = staticmethod(products.multiply)
     route = staticmethod(experts.route)
     experts = staticmethod(experts.experts)
-    merge = staticmethod(attention.merge_partials)
 
     def __init__(self, device: torch.device, compute_dtype: torch.dtype) -> None:
         self.device, self.compute_dtype = device, compute_dtype
 
     def plan(self, inputs: StepInputs, shape: AttentionShape, places_B: Tensor | None = None) -> ReferencePlanned:
         """See Backend."""
+        check_shape(shape)
+        check_inputs(inputs, places_B)
         tables = attention.Tables(
             inputs.block_tables, inputs.row_of_sequence, inputs.query_start, inputs.context_tokens, places_B
         )
         masking = attention.Masking(shape.scale, shape.window, shape.soft_cap)
-        return ReferencePlanned(inputs, shape, tables, masking, _own_slots(inputs.slots, places_B))
+        return ReferencePlanned(inputs, shape, tables, masking, own_slots(inputs.slots, places_B))
 
     def embed(self, table: Weight, ids_T: Tensor, out_TH: Tensor, scale: float = 1.0) -> None:
         """See Backend; the table is in one piece."""
         assert isinstance(table, Matrix), "no flip cuts the embedding"
         products.take_rows(table, ids_T, out_TH, scale=scale)
 
-    def add(self, x_TH: Tensor, y_TH: Tensor) -> None:
+    def merge(self, parts_NTHD: Tensor, lse_NTH: Tensor, out_THD: Tensor) -> None:
         """See Backend."""
-        x_TH += y_TH
+        check_parts(parts_NTHD, lse_NTH, out_THD)
+        attention.merge_partials(parts_NTHD, lse_NTH, out_THD)
 
     def rope_and_store(
         self,
@@ -71,6 +74,8 @@ class ReferenceBackend:
     ) -> None:
         """See Backend."""
         assert isinstance(planned, ReferencePlanned), "planned by this backend"
+        check_planes(planned.shape, keys, values, self.compute_dtype)
+        check_rotation(planned.inputs, planned.shape, (q_THD, k_THD, v_THD), rotary, self.compute_dtype)
         rows.rope_and_store(
             (q_THD, k_THD, v_THD),
             planned.inputs.positions,
@@ -92,13 +97,9 @@ class ReferenceBackend:
     ) -> None:
         """See Backend."""
         assert isinstance(planned, ReferencePlanned), "planned by this backend"
-        begin = planned.shape.kv_head_begin
-        heads = slice(begin, begin + planned.shape.num_kv_heads)
+        inputs, shape, is_part = planned.inputs, planned.shape, planned.tables.places is not None
+        check_planes(shape, keys, values, self.compute_dtype)
+        check_attended(inputs, shape, (q_THD, out_THD), lse_TH, is_part=is_part, dtype=self.compute_dtype)
+        begin = shape.kv_head_begin
+        heads = slice(begin, begin + shape.num_kv_heads)
         attention.paged_attention(q_THD, (keys, values), heads, planned.tables, planned.masking, out_THD, lse_TH)
-
-
-def _own_slots(slots: Tensor, places_B: Tensor | None) -> Tensor:
-    if places_B is None:
-        return slots
-    place = places_B[slots // BLOCK_SLOTS]
-    return torch.where(place < 0, rows.NO_SLOT, place * BLOCK_SLOTS + slots % BLOCK_SLOTS).to(torch.int32)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.weights import Matrix, Weight, pieces_of
-from services.models.ggml_types import GgmlType, block_bytes, block_length
+from services.models.ggml_types import GgmlType, block_bytes
 
 
 def dequantised(weight: Weight) -> Tensor:
@@ -40,8 +40,9 @@ def _whole(matrix: Matrix) -> Tensor:
 def _numbers(matrix: Matrix, stored: Tensor) -> Tensor:
     if matrix.ggml_type in _PLAIN:
         return stored.view(_PLAIN[matrix.ggml_type]).float()
-    num_blocks = matrix.num_columns // block_length(matrix.ggml_type)
-    blocks = stored.reshape(len(stored), num_blocks, block_bytes(matrix.ggml_type))
+    if not stored.numel():
+        return torch.zeros((len(stored), matrix.num_columns), device=stored.device)
+    blocks = stored.reshape(len(stored), -1, block_bytes(matrix.ggml_type))
     return _BLOCKS[matrix.ggml_type](blocks).reshape(len(stored), matrix.num_columns)
 
 

@@ -19,9 +19,11 @@ def multiply(
     expected = (x_TK.shape[0], weight.num_rows)
     if x_TK.shape[1:] != (weight.num_columns,) or out_TN.shape != expected:
         raise ValueError(
-            f"x must be [T, {weight.num_columns}] and out {list(expected)}, got {list(x_TK.shape)} and "
+            f"x must be [T, {weight.num_columns}] and out [T, {weight.num_rows}], got x {list(x_TK.shape)} and out "
             f"{list(out_TN.shape)}"
         )
+    if bias_N is not None and (bias_N.shape != (weight.num_rows,) or bias_N.dtype == torch.float64):
+        raise ValueError(f"a bias of {weight.num_rows} expected, got {bias_N.dtype} {list(bias_N.shape)}")
     weight_NK = dequantised(weight)
     if not x_TK.device == weight_NK.device == out_TN.device:
         raise ValueError(f"x on {x_TK.device}, weights on {weight_NK.device} and out on {out_TN.device}: one expected")

@@ -6,15 +6,15 @@ Sums of a norm and the cubic of GELU are taken in float64, as their bounds ask.
 import torch
 from torch import Tensor
 
-from kernels.backend import Activation
+from kernels.backend import NO_SLOT, Activation
 from services.core.ids import BLOCK_SLOTS
-
-NO_SLOT = -1
-"""Of a row that is turned and not stored."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """Over the last dimension; `out` may be `x`."""
+    """Over the last dimension; `out` may be `x`. ValueError where shapes differ."""
+    _check_same(x, out)
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"{x.shape[-1]} weights expected for x {tuple(x.shape)}, got {list(weight.shape)} weights")
     wide = x.double()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     out.copy_(wide * scale * weight.double())
@@ -22,7 +22,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
 
 def soft_cap(x: Tensor, cap: float, out: Tensor) -> None:
     """out = cap * tanh(x / cap)."""
+    if not cap > 0:
+        raise ValueError(f"a soft cap of {cap}: above 0 expected")
+    _check_same(x, out)
     out.copy_(cap * torch.tanh(x.double() / cap))
+
+
+def add(x_TH: Tensor, y_TH: Tensor) -> None:
+    """x += y."""
+    _check_same(x_TH, y_TH)
+    x_TH += y_TH
+
+
+def _check_same(x: Tensor, other: Tensor) -> None:
+    if other.shape != x.shape or other.device != x.device:
+        raise ValueError(f"{tuple(x.shape)} on {x.device} expected, got {tuple(other.shape)} on {other.device}")
 
 
 def silu_mul(gate: Tensor, up: Tensor, out: Tensor) -> None:
@@ -40,6 +54,8 @@ def gelu_tanh_mul(gate: Tensor, up: Tensor, out: Tensor) -> None:
 
 def gate(gate_TF: Tensor, up_TF: Tensor, out_TF: Tensor, activation: Activation) -> None:
     """out = activation(gate) * up."""
+    _check_same(gate_TF, up_TF)
+    _check_same(gate_TF, out_TF)
     (silu_mul if activation is Activation.SILU else gelu_tanh_mul)(gate_TF, up_TF, out_TF)
 
 
@@ -55,6 +71,9 @@ def rope_and_store(
 ) -> None:
     """Turns q and k in place, then writes k and v; ValueError for a place out of range, before anything is written."""
     q_THD, k_THD, v_THD = qkv_THD
+    end, num_pool_heads = kv_head_begin + k_THD.shape[1], pools[0].shape[1]
+    if end > num_pool_heads:
+        raise ValueError(f"KV heads [{kv_head_begin}, {end}) outside the pool's {num_pool_heads}")
     _check_places("position", positions, 0, len(cos_sin), "rotary table")
     _check_places("slot", slots, NO_SLOT, len(pools[0]) * BLOCK_SLOTS, "pool")
     _rotate(q_THD, positions, cos_sin, interleaved=interleaved)

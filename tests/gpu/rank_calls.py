@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import paths
+from kernels.reference.backend import ReferenceBackend
 from services.core.ids import FlipId, LayoutKind, Rank
 from services.placement.compatibility import Device
 from services.worker.dataplane.carrier import Carrier
@@ -40,7 +41,8 @@ def on_cuda(spec: GroupSpec, rank: Rank, fds: Mapping[str, int]) -> tuple[Carrie
 def as_on_cuda(spec: GroupSpec, rank: Rank, fds: Mapping[str, int]) -> tuple[Carrier, RankDevice]:
     """The same code over host memory and gloo: a rehearsal where there is no device."""
     paths.takes_torch = lambda tensor: True
-    device = RankDevice(Device.CUDA, torch.device("cpu"))
+    place = torch.device("cpu")
+    device = RankDevice(Device.CUDA, place, ReferenceBackend(place, torch.float32))
     address, store = meet(fds["flags"], rank, "127.0.0.1:0", MEET_S)
     members = (address, rank, spec.num_ranks, spec.num_ranks - 1, _bounds(spec), store)
     return DeviceCarrier(*members, place=device.place, backend="gloo"), device

@@ -1,20 +1,20 @@
-"""The kernels of a step on a CUDA device, against C's on the host: the same faces, only the tensors are elsewhere."""
+"""The reference on a CUDA device against C on the host, kernel by kernel, in float32."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from kernels.cpu import elementwise
-from kernels.cpu.attention import merge_partials
-from kernels.cpu.linear import multiply, take_rows
+from kernels.backend import NO_SLOT, Activation, Backend, Rotary
+from kernels.cpu.backend import CpuBackend
+from kernels.reference.backend import ReferenceBackend
 from kernels.rotary import rope_table
 from kernels.weights import Matrix
 from services.core.ids import Rank
 from services.models.ggml_types import GgmlType
 from services.placement.compatibility import Device
 from services.worker.memory.device import rank_device
-from tests.support.attention_batches import Batch, Case, build
+from tests.support.attention_batches import Batch, Case, build, one_sequence
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -24,75 +24,84 @@ CASES = {
     "gemma_2": Case(MIXED, 4, 2, 256, window=64, softcap=50.0, spread=8.0),
     "part of the pool's heads": Case(MIXED, 8, 2, 128, num_pool_heads=5, kv_head_begin=1),
 }
+HERE = CpuBackend()
 
 
-def moved(batch: Batch) -> Batch:
+@pytest.fixture
+def there() -> Backend:
+    return ReferenceBackend(rank_device(Device.CUDA, Rank(0)).place, torch.float32)
+
+
+def moved(batch: Batch, there: Backend) -> Batch:
     tables = {name: getattr(batch, name).cuda() for name in ("q", "tables", "rows", "query_start", "context")}
-    return replace(batch, pools=(batch.pools[0].cuda(), batch.pools[1].cuda()), **tables)
+    return replace(batch, backend=there, pools=(batch.pools[0].cuda(), batch.pools[1].cuda()), **tables)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_attention(generator: torch.Generator, name: str) -> None:
-    batch = build(CASES[name], generator)
+def test_attention(there: Backend, generator: torch.Generator, name: str) -> None:
+    batch = build(CASES[name], generator, HERE)
     lse, out = torch.empty(batch.q.shape[:2]), torch.empty_like(batch.q)
     batch.run_into(out, lse)
     lse_there, out_there = torch.empty_like(lse, device="cuda"), torch.empty_like(out, device="cuda")
-    moved(batch).run_into(out_there, lse_there)
+    moved(batch, there).run_into(out_there, lse_there)
     assert batch.error(out_there.cpu()) < batch.bound()
     torch.testing.assert_close(lse_there.cpu(), lse, rtol=1e-5, atol=1e-5)
 
 
-def test_merged_parts(generator: torch.Generator) -> None:
+def test_merged_parts(there: Backend, generator: torch.Generator) -> None:
     parts, lse = torch.randn(3, 7, 4, 16, generator=generator), torch.randn(3, 7, 4, generator=generator)
-    here, there = torch.empty(7, 4, 16), torch.empty(7, 4, 16, device="cuda")
-    merge_partials(parts, lse, here)
-    merge_partials(parts.cuda(), lse.cuda(), there)
-    torch.testing.assert_close(there.cpu(), here, rtol=1e-6, atol=1e-6)
+    here, out = torch.empty(7, 4, 16), torch.empty(7, 4, 16, device="cuda")
+    HERE.merge(parts, lse, here)
+    there.merge(parts.cuda(), lse.cuda(), out)
+    torch.testing.assert_close(out.cpu(), here, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 9, 300])
-def test_products_and_look_up(generator: torch.Generator, num_tokens: int) -> None:
-    place = rank_device(Device.CUDA, Rank(0)).place
+def test_products_and_look_up(there: Backend, generator: torch.Generator, num_tokens: int) -> None:
     x, weights = torch.randn(num_tokens, 576, generator=generator), torch.randn(1536, 576, generator=generator)
-    there = weights.to(place)
-    matrix = Matrix(there.data_ptr(), GgmlType.F32, 1536, 576, 576 * 4, there).rows(3, 1500)
-    out = torch.full((num_tokens, 1600), 7.0, device=place)
-    multiply(x.to(place), matrix, out[:, 50:1547])
+    on_device = weights.to(there.device)
+    matrix = Matrix(on_device.data_ptr(), GgmlType.F32, 1536, 576, 576 * 4, on_device).rows(3, 1500)
+    out = torch.full((num_tokens, 1600), 7.0, device=there.device)
+    there.linear(x.to(there.device), matrix, out[:, 50:1547])
     wanted = x.double() @ weights[3:1500].double().T
     norms = x.double().norm(dim=1)[:, None] * weights[3:1500].double().norm(dim=1)
     assert ((out[:, 50:1547].cpu().double() - wanted).abs() <= 1e-5 * norms).all()
-    multiply(x.to(place), matrix, out[:, 50:1547], accumulate=True)
+    there.linear(x.to(there.device), matrix, out[:, 50:1547], accumulate=True)
     assert ((out[:, 50:1547].cpu().double() - 2 * wanted).abs() <= 2e-5 * norms).all()
     assert out[:, :50].eq(7).all() and out[:, 1547:].eq(7).all()
-    ids, rows = torch.randint(1497, (num_tokens,), generator=generator), torch.empty(num_tokens, 576, device=place)
-    take_rows(matrix, ids.to(place), rows)
+    ids = torch.randint(1497, (num_tokens,), generator=generator)
+    rows = torch.empty(num_tokens, 576, device=there.device)
+    there.embed(matrix, ids.to(there.device), rows)
     assert torch.equal(rows.cpu(), weights[3:1500][ids])
 
 
-def test_rows_between_the_products(generator: torch.Generator) -> None:
+def test_rows_between_the_products(there: Backend, generator: torch.Generator) -> None:
     x, weight, gate, up = (torch.randn(5, 64, generator=generator) for _ in range(4))
-    here, there = torch.empty(5, 64), torch.empty(5, 64, device="cuda")
-    elementwise.rms_norm(x, weight[0], 1e-5, here)
-    elementwise.rms_norm(x.cuda(), weight[0].cuda(), 1e-5, there)
-    torch.testing.assert_close(there.cpu(), here, rtol=2e-6, atol=1e-7)
-    elementwise.silu_mul(gate, up, here)
-    elementwise.silu_mul(gate.cuda(), up.cuda(), there)
-    torch.testing.assert_close(there.cpu(), here, rtol=2e-6, atol=1e-7)
+    here, out = torch.empty(5, 64), torch.empty(5, 64, device="cuda")
+    HERE.norm(x, weight[0], 1e-5, here)
+    there.norm(x.cuda(), weight[0].cuda(), 1e-5, out)
+    torch.testing.assert_close(out.cpu(), here, rtol=2e-6, atol=1e-7)
+    HERE.gate(gate, up, here, Activation.SILU)
+    there.gate(gate.cuda(), up.cuda(), out, Activation.SILU)
+    torch.testing.assert_close(out.cpu(), here, rtol=2e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rope_and_store(generator: torch.Generator, interleaved: bool) -> None:
+def test_rope_and_store(there: Backend, generator: torch.Generator, interleaved: bool) -> None:
     q, k, v = (torch.randn(7, heads, 64, generator=generator) for heads in (6, 2, 2))
     table = rope_table(64, 10000.0, 50)
     positions = torch.randint(50, (7,), generator=generator, dtype=torch.int32)
     slots = torch.randperm(5 * 16, generator=generator)[:7].to(torch.int32)
-    slots[3] = elementwise.NO_SLOT
-    pools = [torch.zeros(5, 4, 16, 64) for _ in range(2)]
-    there = [tensor.cuda() for tensor in (q, k, v, positions, slots, table, *pools)]
-    for tensors in ((q, k, v, positions, slots, table, *pools), there):
-        elementwise.rope_and_store(*tensors, kv_head_begin=1, interleaved=interleaved)
-    for one, other in zip((q, k, v, *pools), (*there[:3], *there[-2:]), strict=True):
+    slots[3] = NO_SLOT
+    host = [q, k, v, *(torch.zeros(5, 4, 16, 64) for _ in range(2))]
+    device = [tensor.cuda() for tensor in host]
+    for backend, tensors in ((HERE, host), (there, device)):
+        places = (positions.to(backend.device), slots.to(backend.device))
+        plan = one_sequence(backend, *places, (6, 2, 64), begin=1)
+        rotary = Rotary(table.to(backend.device), interleaved)
+        backend.rope_and_store(plan, *tensors[:3], rotary, *tensors[3:])
+    for one, other in zip(host, device, strict=True):
         torch.testing.assert_close(other.cpu(), one, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="slot 80"):
-        there[4].fill_(80)
-        elementwise.rope_and_store(*there, kv_head_begin=1, interleaved=interleaved)
+        plan = one_sequence(there, positions.cuda(), (slots * 0 + 80).cuda(), (6, 2, 64), begin=1)
+        there.rope_and_store(plan, *device[:3], Rotary(table.cuda(), interleaved), *device[3:])

@@ -29,6 +29,16 @@ static inline void *address_at(Arguments *arguments, int index) {
     return address;
 }
 
+// A struct that Python keeps as a bytes object; it lives as long as the argument.
+static inline const void *struct_at(Arguments *arguments, int index, size_t num_bytes) {
+    if (arguments->failed) return NULL;
+    PyObject *object = arguments->items[index];
+    if (PyBytes_Check(object) && (size_t)PyBytes_GET_SIZE(object) == num_bytes) return PyBytes_AS_STRING(object);
+    PyErr_Format(PyExc_TypeError, "argument %d: a bytes object of %zu bytes expected", index, num_bytes);
+    arguments->failed = true;
+    return NULL;
+}
+
 static inline float float_at(Arguments *arguments, int index) {
     if (arguments->failed) return 0;
     double value = PyFloat_AsDouble(arguments->items[index]);

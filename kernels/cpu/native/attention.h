@@ -7,7 +7,8 @@ enum { BLOCK_SLOTS = 16, PANEL_ROWS = 6, TILE_ROWS = 48, TILE_BLOCKS = 4, MAX_HE
 enum { TILE_KEYS = TILE_BLOCKS * BLOCK_SLOTS };
 enum { MAX_DIRECT_ROWS = 12 }; // measured: beyond, one transposition costs less than the sums across lanes
 
-// Shapes and names as in attention.py; strides in floats; window 0, softcap 0, no lse and no places mean none.
+// One layer's work of a plan. Shapes and names as in backend.py; strides in floats; window 0, softcap 0, no lse and no
+// places mean none.
 typedef struct {
     const float *q, *k_pool, *v_pool;
     const int32_t *block_tables, *row_of_sequence, *query_start, *context_tokens;
@@ -18,6 +19,19 @@ typedef struct {
     int64_t lse_stride, num_places;
     float scale, softcap;
 } Batch;
+
+// A step's attention of one shape, checked: what a layer adds is its tensors. A bytes object in Python.
+typedef struct {
+    Batch batch;
+    const int32_t *positions, *slots;                // [num_tokens]; a slot below 0: another rank's row
+    int64_t most_block, most_slot, most_position;    // the largest that a layer will touch; -1: none
+} Plan;
+
+// A layer's tensors that lie where they lay in the layer before; bytes objects in Python, made by kernels/cpu/attention.py.
+typedef struct {
+    uint64_t q, out, lse;
+    int64_t q_stride, out_stride, lse_stride;
+} AttendOperands;
 
 // Rows of one KV head of one sequence: row r of the sequence is query r / group, head r % group.
 typedef struct {

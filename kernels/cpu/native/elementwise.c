@@ -9,13 +9,16 @@
 
 static PyObject *norm_heads(PyObject *self, PyObject *const *items, Py_ssize_t count) {
     (void)self;
-    Arguments a = take_arguments("norm", items, count, 11);
-    Norm norm = {
-        .x = address_at(&a, 0), .weight = address_at(&a, 1), .out = address_at(&a, 2), .num_tokens = int_at(&a, 3),
-        .num_heads = int_at(&a, 4), .width = int_at(&a, 5), .x_stride = int_at(&a, 6), .x_head_stride = int_at(&a, 7),
-        .out_stride = int_at(&a, 8), .out_head_stride = int_at(&a, 9), .eps = float_at(&a, 10),
-    };
+    Arguments a = take_arguments("norm", items, count, 3);
+    const NormOperands *o = struct_at(&a, 0, sizeof(*o));
+    const float *weight = address_at(&a, 1);
+    const float eps = float_at(&a, 2);
     if (a.failed) return NULL;
+    const Norm norm = {
+        .x = (const float *)o->x, .weight = weight, .out = (float *)o->out, .num_tokens = o->num_tokens,
+        .num_heads = o->num_heads, .width = o->width, .x_stride = o->x_stride, .x_head_stride = o->x_head_stride,
+        .out_stride = o->out_stride, .out_head_stride = o->out_head_stride, .eps = eps,
+    };
     Py_BEGIN_ALLOW_THREADS;
     ON_PATH(norm_rows)(&norm);
     Py_END_ALLOW_THREADS;
@@ -38,48 +41,51 @@ static PyObject *soft_cap(PyObject *self, PyObject *const *items, Py_ssize_t cou
 
 static PyObject *combine(PyObject *self, PyObject *const *items, Py_ssize_t count) {
     (void)self;
-    Arguments a = take_arguments("combine", items, count, 9);
-    Pairwise pairwise = {
-        .x = address_at(&a, 0), .y = address_at(&a, 1), .out = address_at(&a, 2), .num_rows = int_at(&a, 3),
-        .width = int_at(&a, 4), .x_stride = int_at(&a, 5), .y_stride = int_at(&a, 6), .out_stride = int_at(&a, 7),
-        .gate = (Gate)int_at(&a, 8),
-    };
+    Arguments a = take_arguments("combine", items, count, 2);
+    const PairOperands *o = struct_at(&a, 0, sizeof(*o));
+    const Gate gate = (Gate)int_at(&a, 1);
     if (a.failed) return NULL;
+    const Pairwise pairwise = {
+        .x = (const float *)o->x, .y = (const float *)o->y, .out = (float *)o->out, .num_rows = o->num_rows,
+        .width = o->width, .x_stride = o->x_stride, .y_stride = o->y_stride, .out_stride = o->out_stride, .gate = gate,
+    };
     Py_BEGIN_ALLOW_THREADS;
     ON_PATH(combine_rows)(&pairwise);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
 
-static void check_rope(const Rope *r, Refusal *refusal) {
-    const int64_t num_slots = r->num_blocks * BLOCK_SLOTS;
-    for (int64_t t = 0; t < r->num_tokens; t++)
-        if (r->positions[t] < 0 || r->positions[t] >= r->max_positions)
-            REFUSE(refusal, "token %ld of the batch: position %d outside the rotary table's %ld", t, r->positions[t],
-                   r->max_positions);
-        else if (r->slots[t] < NO_SLOT || r->slots[t] >= num_slots)
-            REFUSE(refusal, "token %ld of the batch: slot %d outside the pool's %ld", t, r->slots[t], num_slots);
-}
-
 static PyObject *rope_and_store(PyObject *self, PyObject *const *items, Py_ssize_t count) {
     (void)self;
-    Arguments a = take_arguments("rope_and_store", items, count, 21);
-    Rope rope = {
-        .q = address_at(&a, 0), .k = address_at(&a, 1), .v = address_at(&a, 2), .positions = address_at(&a, 3),
-        .slots = address_at(&a, 4), .cos_sin = address_at(&a, 5), .k_pool = address_at(&a, 6),
-        .v_pool = address_at(&a, 7), .num_tokens = int_at(&a, 8), .num_q_heads = int_at(&a, 9),
-        .num_kv_heads = int_at(&a, 10), .head_dim = int_at(&a, 11), .rotary_dim = int_at(&a, 12),
-        .max_positions = int_at(&a, 13), .q_stride = int_at(&a, 14), .k_stride = int_at(&a, 15),
-        .v_stride = int_at(&a, 16), .num_blocks = int_at(&a, 17), .num_pool_heads = int_at(&a, 18),
-        .kv_head_begin = int_at(&a, 19), .interleaved = int_at(&a, 20) != 0,
-    };
+    Arguments a = take_arguments("rope_and_store", items, count, 6);
+    const Plan *plan = struct_at(&a, 0, sizeof(Plan));
+    const RopeOperands *operands = struct_at(&a, 1, sizeof(RopeOperands));
+    float *k_pool = address_at(&a, 2), *v_pool = address_at(&a, 3);
+    const int64_t num_blocks = int_at(&a, 4), num_pool_heads = int_at(&a, 5);
     if (a.failed) return NULL;
+    const Batch *b = &plan->batch;
+    const Rope rope = {
+        .q = (float *)operands->q, .k = (float *)operands->k, .v = (const float *)operands->v,
+        .positions = plan->positions, .slots = plan->slots, .cos_sin = (const float *)operands->cos_sin,
+        .k_pool = k_pool, .v_pool = v_pool, .num_tokens = b->num_tokens, .num_q_heads = b->num_q_heads,
+        .num_kv_heads = operands->num_kv_heads, .head_dim = b->head_dim, .rotary_dim = operands->rotary_dim,
+        .q_stride = operands->q_stride, .k_stride = operands->k_stride, .v_stride = operands->v_stride,
+        .num_pool_heads = num_pool_heads, .kv_head_begin = b->kv_head_begin, .interleaved = operands->interleaved != 0,
+    };
     Refusal refusal = {{0}};
+    if (plan->most_position >= operands->max_positions)
+        REFUSE(&refusal, "position %ld of the step is outside the rotary table's %ld", plan->most_position,
+               operands->max_positions);
+    else if (plan->most_slot >= num_blocks * BLOCK_SLOTS)
+        REFUSE(&refusal, "slot %ld of the step is outside the pool's %ld", plan->most_slot, num_blocks * BLOCK_SLOTS);
+    else if (b->kv_head_begin + operands->num_kv_heads > num_pool_heads)
+        REFUSE(&refusal, "KV heads [%ld, %ld) outside the pool's %ld", b->kv_head_begin,
+               b->kv_head_begin + operands->num_kv_heads, num_pool_heads);
+    if (refusal.text[0]) return none_or_raise(&refusal);
     Py_BEGIN_ALLOW_THREADS;
-    check_rope(&rope, &refusal);
-    if (refusal.text[0] == 0) ON_PATH(rope_rows)(&rope);
+    ON_PATH(rope_rows)(&rope);
     Py_END_ALLOW_THREADS;
-    return none_or_raise(&refusal);
+    Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {

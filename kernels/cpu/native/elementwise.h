@@ -11,6 +11,12 @@ typedef struct {
     float eps;
 } Norm;
 
+// x and out of a norm; a bytes object in Python, made by kernels/cpu/elementwise.py.
+typedef struct {
+    uint64_t x, out;
+    int64_t num_tokens, num_heads, width, x_stride, x_head_stride, out_stride, out_head_stride;
+} NormOperands;
+
 // out = cap * tanh(x / cap).
 typedef struct {
     const float *x;
@@ -29,6 +35,12 @@ typedef struct {
     Gate gate;
 } Pairwise;
 
+// As NormOperands, of two inputs.
+typedef struct {
+    uint64_t x, y, out;
+    int64_t num_rows, width, x_stride, y_stride, out_stride;
+} PairOperands;
+
 // The slot of a token whose row another rank has.
 enum { NO_SLOT = -1 };
 
@@ -39,10 +51,16 @@ typedef struct {
     const int32_t *positions, *slots;
     const float *cos_sin;
     float *k_pool, *v_pool;
-    int64_t num_tokens, num_q_heads, num_kv_heads, head_dim, rotary_dim, max_positions;
-    int64_t q_stride, k_stride, v_stride, num_blocks, num_pool_heads, kv_head_begin;
+    int64_t num_tokens, num_q_heads, num_kv_heads, head_dim, rotary_dim;
+    int64_t q_stride, k_stride, v_stride, num_pool_heads, kv_head_begin;
     bool interleaved;
 } Rope;
+
+// What every layer gives alike; a bytes object in Python, made by kernels/cpu/attention.py.
+typedef struct {
+    uint64_t q, k, v, cos_sin;
+    int64_t q_stride, k_stride, v_stride, num_kv_heads, rotary_dim, max_positions, interleaved;
+} RopeOperands;
 
 #define DECLARE_PATHS(name, type)    \
     void name##_avx2(const type *);  \

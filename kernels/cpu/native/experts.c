@@ -199,12 +199,12 @@ static void free_room(const Experts *e, Room *room) {
 
 static PyObject *experts(PyObject *self, PyObject *const *items, Py_ssize_t count) {
     (void)self;
-    Arguments a = take_arguments("experts", items, count, 15);
+    Arguments a = take_arguments("experts", items, count, 16);
     Experts e = {
         .x = address_at(&a, 0), .ids = address_at(&a, 1), .weights = address_at(&a, 2), .out = address_at(&a, 3),
         .num_tokens = int_at(&a, 4), .num_used = int_at(&a, 5), .first_expert = int_at(&a, 6), .hidden = int_at(&a, 7),
         .x_stride = int_at(&a, 8), .out_stride = int_at(&a, 9), .gate = (Gate)int_at(&a, 10),
-        .accumulate = int_at(&a, 11) != 0, .kernels = widest_kernels(WIDEST_LANES),
+        .accumulate = int_at(&a, 11) != 0, .kernels = widest_kernels(int_at(&a, 15)),
     };
     if (a.failed) return NULL;
     for (int i = 0; i < MATRICES; i++)

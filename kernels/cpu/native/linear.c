@@ -1,6 +1,8 @@
 // Entry points of the matrices in kernels/cpu/linear.py: they check addresses and shapes, let other threads run, and call
 // the kernels of the widest instruction set there is. They keep no state; the memory must stay mapped during a call.
+#include "arguments.h"
 #include "weights.h"
+#include <stdio.h>
 
 const struct block_layout block_layouts[NUM_TYPE_NUMBERS] = {
     [0] = {1, 4},      [1] = {1, 2},      [30] = {1, 2},     [2] = {32, 18},    [3] = {32, 20},
@@ -82,22 +84,27 @@ static void add_bias(const struct product *p, const float *bias, int64_t num_row
         for (int64_t n = 0; n < num_rows; n++) p->out[t * p->out_stride + n] += bias[n];
 }
 
-static PyObject *linear_multiply(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+static PyObject *linear_multiply(PyObject *self, PyObject *const *items, Py_ssize_t count) {
     (void)self;
+    Arguments a = take_arguments("linear_multiply", items, count, 5);
+    const struct product_operands *o = struct_at(&a, 1, sizeof(*o));
+    const float *bias = address_at(&a, 2);
+    const bool accumulate = int_at(&a, 3) != 0;
+    const int64_t max_lanes = int_at(&a, 4);
     struct weight weight;
-    struct dense x, out;
-    int64_t rest[3]; // bias, accumulate, max_lanes
-    if (count_is(count, 10) || parse_weight(args[0], &weight) || parse_dense(args + 1, "x", &x) ||
-        parse_dense(args + 4, "out", &out) || whole_numbers(args + 7, 3, rest) ||
-        shape_is(&x, "x", x.num_rows, weight.num_columns) || shape_is(&out, "out", x.num_rows, weight.num_rows))
-        return NULL;
+    if (a.failed || parse_weight(items[0], &weight)) return NULL;
+    if (o->num_columns != weight.num_columns || o->num_rows != weight.num_rows)
+        return PyErr_Format(PyExc_ValueError,
+                            "x must be [T, %lld] and out [T, %lld], got x [%lld, %lld] and out [%lld, %lld]",
+                            (long long)weight.num_columns, (long long)weight.num_rows, (long long)o->num_tokens,
+                            (long long)o->num_columns, (long long)o->num_tokens, (long long)o->num_rows);
     const struct product p = {
-        .x = (const float *)x.address, .out = (float *)out.address, .x_stride = x.row_stride,
-        .out_stride = out.row_stride, .num_tokens = x.num_rows, .accumulate = rest[1] != 0,
+        .x = (const float *)o->x, .out = (float *)o->out, .x_stride = o->x_stride, .out_stride = o->out_stride,
+        .num_tokens = o->num_tokens, .accumulate = accumulate,
     };
     Py_BEGIN_ALLOW_THREADS;
-    multiply_weight(widest_kernels(rest[2]), &weight, &p);
-    if (rest[0]) add_bias(&p, (const float *)(uintptr_t)rest[0], weight.num_rows);
+    multiply_weight(widest_kernels(max_lanes), &weight, &p);
+    if (bias) add_bias(&p, bias, weight.num_rows);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
@@ -176,7 +183,7 @@ static PyObject *buffer_address(PyObject *self, PyObject *object) {
 
 static PyMethodDef methods[] = {
     {"linear_multiply", (PyCFunction)(void (*)(void))linear_multiply, METH_FASTCALL,
-     "linear_multiply(piece_table, x, x_shape, x_strides, out, out_shape, out_strides, bias, accumulate, max_lanes)"},
+     "linear_multiply(piece_table, operands, bias, accumulate, max_lanes)"},
     {"linear_dequantize", (PyCFunction)(void (*)(void))linear_dequantize, METH_FASTCALL,
      "linear_dequantize(type, address, row_bytes, rows, columns, out, out_shape, out_strides, max_lanes)"},
     {"linear_take_rows", (PyCFunction)(void (*)(void))linear_take_rows, METH_FASTCALL,

@@ -3,10 +3,14 @@
 #include "native.h"
 #include "quant.h"
 
-enum { WIDEST_LANES = 16 }; // floats of the widest vectors
-
 struct piece {
     int64_t type, address, row_bytes, num_rows, num_columns, first_row, first_column;
+};
+
+// x and out of a product; a bytes object in Python, made by kernels/cpu/linear.py.
+struct product_operands {
+    uint64_t x, out;
+    int64_t num_tokens, num_columns, num_rows, x_stride, out_stride;
 };
 
 // Views into a bytes object, which must outlive it.

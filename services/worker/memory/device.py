@@ -8,9 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.backend import Backend
+from kernels.choice import backend_of
+from kernels.cpu.backend import CpuBackend
 from services.core.errors import ConfigurationError
 from services.core.ids import Rank
 from services.mesh.host_memory import HostMemoryReader
+from services.models.compute_type import ComputeType
 from services.placement.compatibility import Device
 from services.placement.staging import POOL_PIECE_BYTES
 from services.worker.memory.pages.backing import Pages
@@ -25,6 +29,8 @@ class RankDevice:
 
     kind: Device
     place: torch.device
+    backend: Backend
+    """What computes there, chosen once."""
 
     @property
     def is_cuda(self) -> bool:
@@ -61,7 +67,7 @@ class RankDevice:
             torch.cuda.synchronize(self.place)
 
 
-HOST = RankDevice(Device.CPU, torch.device("cpu"))
+HOST = RankDevice(Device.CPU, torch.device("cpu"), CpuBackend())
 
 
 def rank_device(kind: Device, rank: Rank) -> RankDevice:
@@ -81,4 +87,4 @@ def rank_device(kind: Device, rank: Rank) -> RankDevice:
     torch.set_float32_matmul_precision("highest")
     place = torch.device("cuda", rank % count)
     torch.cuda.set_device(place)
-    return RankDevice(kind, place)
+    return RankDevice(kind, place, backend_of(place, ComputeType.FLOAT32))

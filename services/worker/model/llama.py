@@ -14,16 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.backend import Rotary, StepInputs
-from kernels.cpu.attention import paged_attention
+from kernels.backend import Activation, AttentionShape, Rotary, StepInputs
 from kernels.cpu.collective_status import Purpose
-from kernels.cpu.elementwise import rms_norm, rope_and_store, silu_mul
-from kernels.cpu.linear import take_rows
 from kernels.rotary import rope_table
-from kernels.weights import Matrix, Weight
+from kernels.weights import Weight
 from services.models.geometry import RopePairing
 from services.worker.memory.rows.kv_cache import Pool
-from services.worker.model.products import multiply
 from services.worker.model.stage import StageSpec, Weights
 from services.worker.model.token_attention import TokenAttention, TokenStep
 
@@ -85,10 +81,12 @@ class Activations:
     def __init__(self, spec: StageSpec) -> None:
         geometry, share, rows = spec.geometry, spec.share, spec.max_batch_tokens
         heads, kv_heads = len(share.heads) * geometry.head_dim, len(share.kv_heads) * geometry.head_dim
-        self.hidden, self.normed = (torch.zeros(rows * geometry.hidden_size, device=spec.place) for _ in range(2))
-        self.qkv = torch.zeros(rows * (heads + 2 * kv_heads), device=spec.place)
-        self.attended = torch.zeros(rows * heads, device=spec.place)
-        self.gate, self.up = (torch.zeros(rows * len(share.ffn), device=spec.place) for _ in range(2))
+        self.hidden, self.normed = (
+            torch.zeros(rows * geometry.hidden_size, device=spec.backend.device) for _ in range(2)
+        )
+        self.qkv = torch.zeros(rows * (heads + 2 * kv_heads), device=spec.backend.device)
+        self.attended = torch.zeros(rows * heads, device=spec.backend.device)
+        self.gate, self.up = (torch.zeros(rows * len(share.ffn), device=spec.backend.device) for _ in range(2))
 
 
 def _view(buffer: Tensor, num_tokens: int, width: int) -> Tensor:
@@ -107,13 +105,13 @@ class LlamaStage:
         self._head = store.matrix("output", rows=share.vocab) if share.has_head else None
         divisors = torch.tensor(geometry.rope_divisors, dtype=torch.float64)
         table = rope_table(geometry.head_dim, geometry.rope_theta, spec.max_context_tokens, divisors)
-        self._rotary = Rotary(table.to(spec.place), geometry.rope_pairing is RopePairing.INTERLEAVED)
+        self._rotary = Rotary(table.to(spec.backend.device), geometry.rope_pairing is RopePairing.INTERLEAVED)
         self._buffers = Activations(spec)
         self._by_tokens = None
         if spec.cut_by_tokens:
             assert spec.peers is not None, "rows of the cache are cut among peers"
             dim, rows = geometry.head_dim, spec.max_batch_tokens
-            self._by_tokens = TokenAttention(spec.peers, dim, rows, self._rotary)
+            self._by_tokens = TokenAttention(spec.peers, spec.backend, dim, rows, self._rotary)
 
     def hidden(self, num_tokens: int) -> Tensor:
         """[T, hidden_size]: the residual stream."""
@@ -121,12 +119,12 @@ class LlamaStage:
 
     def embed(self, inputs: StepInputs) -> None:
         """Begins the residual stream from the ids."""
-        assert isinstance(self._embedding, Matrix), "the residual stream begins where the first layer is"
-        take_rows(self._embedding, inputs.input_ids, self.hidden(inputs.num_tokens))
+        assert self._embedding is not None, "the residual stream begins where the first layer is"
+        self._spec.backend.embed(self._embedding, inputs.input_ids, self.hidden(inputs.num_tokens))
 
     def layers(self, inputs: StepInputs, pool: Pool) -> None:
         """Runs this share's layers."""
-        step = _Step(self._spec, self._buffers, self._rotary, inputs)
+        step = _Step(self._spec, self._buffers, self._rotary, inputs, pool)
         by_tokens = None if self._by_tokens is None else self._by_tokens.step(inputs, pool)
         for layer in self._layers:
             step.attend(layer, pool, by_tokens)
@@ -137,18 +135,18 @@ class LlamaStage:
         rows = self.hidden(inputs.num_tokens).index_select(0, inputs.sampled_tokens)
         out = rows.new_empty((inputs.num_sampled, len(self._spec.share.vocab)))
         if self._head is not None and self._output_norm is not None:
-            rms_norm(rows, self._output_norm, self._spec.geometry.norm_epsilon, rows)
-            multiply(rows, self._head, out)
+            self._spec.backend.norm(rows, self._output_norm, self._spec.geometry.norm_epsilon, rows)
+            self._spec.backend.linear(rows, self._head, out)
         return out
 
 
 class _Step:
     """The views of one step, made once for all layers."""
 
-    def __init__(self, spec: StageSpec, buffers: Activations, rotary: Rotary, inputs: StepInputs) -> None:
+    def __init__(self, spec: StageSpec, buffers: Activations, rotary: Rotary, inputs: StepInputs, pool: Pool) -> None:
         geometry, share, n = spec.geometry, spec.share, inputs.num_tokens
         heads, kv_heads, dim = len(share.heads), len(share.kv_heads), geometry.head_dim
-        self.inputs, self.spec, self.rotary = inputs, spec, rotary
+        self.spec, self.backend, self.rotary = spec, spec.backend, rotary
         self.hidden = _view(buffers.hidden, n, geometry.hidden_size)
         self.normed = _view(buffers.normed, n, geometry.hidden_size)
         self.qkv = _view(buffers.qkv, n, (heads + 2 * kv_heads) * dim)
@@ -157,16 +155,19 @@ class _Step:
         self.q_heads, self.attended_heads = self.q.view(n, heads, dim), self.attended.view(n, heads, dim)
         self.k_heads, self.v_heads = self.k.view(n, kv_heads, dim), self.v.view(n, kv_heads, dim)
         self.gate, self.up = _view(buffers.gate, n, len(share.ffn)), _view(buffers.up, n, len(share.ffn))
-        self.scale = dim**-0.5
+        self.planned = None
+        if heads and not spec.cut_by_tokens:
+            begin = share.kv_heads.begin - pool.first_kv_head
+            self.planned = spec.backend.plan(inputs, AttentionShape(heads, kv_heads, begin, dim, dim**-0.5))
 
     def attend(self, layer: LayerWeights, pool: Pool, by_tokens: TokenStep | None) -> None:
         """Attention and its output projection, summed into the residual stream."""
         weights, keys, values = layer.attention, pool.keys[layer.index], pool.values[layer.index]
         if weights is not None:
-            rms_norm(self.hidden, layer.attention_norm, self.spec.geometry.norm_epsilon, self.normed)
-            multiply(self.normed, weights.q, self.q)
-            multiply(self.normed, weights.k, self.k)
-            multiply(self.normed, weights.v, self.v)
+            self.backend.norm(self.hidden, layer.attention_norm, self.spec.geometry.norm_epsilon, self.normed)
+            self.backend.linear(self.normed, weights.q, self.q)
+            self.backend.linear(self.normed, weights.k, self.k)
+            self.backend.linear(self.normed, weights.v, self.v)
         if by_tokens is not None:
             by_tokens.attend(self.qkv, keys, values, self.attended_heads)
         elif weights is not None:
@@ -175,50 +176,27 @@ class _Step:
 
     def _attend_by_heads(self, pool: Pool, keys: Tensor, values: Tensor) -> None:
         """Every row of this share's heads is here; a head that others have copies of is written to theirs as well."""
-        inputs, share, k, v = self.inputs, self.spec.share, self.k_heads, self.v_heads
-        kv_head_begin = share.kv_heads.begin - pool.first_kv_head
+        k, v = self.k_heads, self.v_heads
         if pool.copied_kv_heads:
             k, v = (torch.cat((heads, heads[:, pool.copied_kv_heads]), 1) for heads in (k, v))
-        rope_and_store(
-            self.q_heads,
-            k,
-            v,
-            inputs.positions,
-            inputs.slots,
-            self.rotary.table,
-            keys,
-            values,
-            kv_head_begin=kv_head_begin,
-            interleaved=self.rotary.is_interleaved,
-        )
-        paged_attention(
-            self.q_heads,
-            keys,
-            values,
-            inputs.block_tables,
-            inputs.row_of_sequence,
-            inputs.query_start,
-            inputs.context_tokens,
-            self.attended_heads,
-            kv_head_begin=kv_head_begin,
-            num_kv_heads=len(share.kv_heads),
-            scale=self.scale,
-        )
+        assert self.planned is not None, "this share has heads"
+        self.backend.rope_and_store(self.planned, self.q_heads, k, v, self.rotary, keys, values)
+        self.backend.attend(self.planned, self.q_heads, keys, values, self.attended_heads)
 
     def feed_forward(self, layer: LayerWeights) -> None:
         """The gated FFN, summed into the residual stream."""
         weights = layer.ffn
         if weights is not None:
-            rms_norm(self.hidden, layer.ffn_norm, self.spec.geometry.norm_epsilon, self.normed)
-            multiply(self.normed, weights.gate, self.gate)
-            multiply(self.normed, weights.up, self.up)
-            silu_mul(self.gate, self.up, self.gate)
+            self.backend.norm(self.hidden, layer.ffn_norm, self.spec.geometry.norm_epsilon, self.normed)
+            self.backend.linear(self.normed, weights.gate, self.gate)
+            self.backend.linear(self.normed, weights.up, self.up)
+            self.backend.gate(self.gate, self.up, self.gate, Activation.SILU)
         self._add(None if weights is None else weights.down, self.gate, Purpose.FFN_OUTPUT)
 
     def _add(self, matrix: Weight | None, x: Tensor, purpose: Purpose) -> None:
         """None: this share has nothing to add."""
         if matrix is not None:
-            multiply(x, matrix, self.hidden, accumulate=self.spec.keeps_residual)
+            self.backend.linear(x, matrix, self.hidden, accumulate=self.spec.keeps_residual)
         elif not self.spec.keeps_residual:
             self.hidden.zero_()
         if self.spec.peers is not None:

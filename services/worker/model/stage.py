@@ -7,10 +7,9 @@ import importlib
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from kernels.backend import StepInputs
+from kernels.backend import Backend, StepInputs
 from kernels.weights import Weight
 from services.core.layout import RankShare, Span
 from services.models.geometry import ModelGeometry
@@ -31,8 +30,8 @@ class StageSpec:
     max_batch_tokens: int
     max_context_tokens: int
     """Positions that the rotary table covers."""
-    place: torch.device
-    """Where the stage's tensors are, and those of its batches and pools."""
+    backend: Backend
+    """What it computes with, where its tensors are, and those of its inputs and pools."""
     cut_by_tokens: bool = False
     """Whether peers have the other rows of the KV cache, of all heads."""
 

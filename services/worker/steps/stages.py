@@ -57,7 +57,7 @@ def build_stages(
             peers=Peers(carrier, layout.shares) if summed else None,
             max_batch_tokens=limits.max_batch_tokens,
             max_context_tokens=geometry.max_context_tokens,
-            place=device.place,
+            backend=device.backend,
             cut_by_tokens=summed and layout.kv_sharding is KvSharding.TOKENS,
         )
         return BuiltStage(layout, spec, build_stage(spec, memory.weights(layout.kind)))

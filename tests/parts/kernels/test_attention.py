@@ -6,10 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels.backend import Backend
 from tests.support.attention_batches import Batch, Case, build
-
-pytestmark = pytest.mark.usefixtures("each_path")
-
 
 MIXED = ((1, 1), (1, 16), (1, 17), (1, 301), (4, 4), (33, 100), (65, 321))
 CASES = {
@@ -30,13 +28,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_against_float64(generator: torch.Generator, name: str) -> None:
-    batch = build(CASES[name], generator)
+def test_against_float64(backend: Backend, generator: torch.Generator, name: str) -> None:
+    batch = build(CASES[name], generator, backend)
     assert batch.error(batch.run()) < batch.bound()
 
 
-def test_the_error_measure_sees_one_key_too_few_and_one_too_many(generator: torch.Generator) -> None:
-    batch = build(Case(((1, 40), (3, 50)), 6, 2, 16), generator)
+def test_the_error_measure_sees_one_key_too_few_and_one_too_many(backend: Backend, generator: torch.Generator) -> None:
+    batch = build(Case(((1, 40), (3, 50)), 6, 2, 16), generator, backend)
     for pool in batch.pools:
         pool.nan_to_num_(0.5)
     for change in (-1, 1):
@@ -44,7 +42,7 @@ def test_the_error_measure_sees_one_key_too_few_and_one_too_many(generator: torc
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_batches(seed: int) -> None:
+def test_random_batches(backend: Backend, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> int:
@@ -66,12 +64,12 @@ def test_random_batches(seed: int) -> None:
         num_pool_heads=num_kv_heads + begin + draw(0, 2),
         kv_head_begin=begin,
     )
-    batch = build(case, generator)
+    batch = build(case, generator, backend)
     assert batch.error(batch.run()) < batch.bound(), case
 
 
-def test_chunks_give_what_the_whole_prompt_gives(generator: torch.Generator) -> None:
-    whole = build(Case(((150, 150),), 9, 3, 64), generator)
+def test_chunks_give_what_the_whole_prompt_gives(backend: Backend, generator: torch.Generator) -> None:
+    whole = build(Case(((150, 150),), 9, 3, 64), generator, backend)
     want = whole.run()
     for begin, end in ((0, 1), (1, 50), (50, 149), (149, 150)):
         part = replace(
@@ -83,9 +81,9 @@ def test_chunks_give_what_the_whole_prompt_gives(generator: torch.Generator) -> 
         assert (part.run() - want[begin:end]).abs().max() < 1e-5
 
 
-def test_a_sequence_is_the_same_in_any_batch(generator: torch.Generator) -> None:
+def test_a_sequence_is_the_same_in_any_batch(backend: Backend, generator: torch.Generator) -> None:
     """To the bit: its tiles depend on its own rows only."""
-    batch = build(CASES["smollm2"], generator)
+    batch = build(CASES["smollm2"], generator, backend)
     together = batch.run()
     for i in range(len(batch.rows)):
         begin, end = batch.query_start[i : i + 2].tolist()
@@ -99,8 +97,8 @@ def test_a_sequence_is_the_same_in_any_batch(generator: torch.Generator) -> None
         assert torch.equal(alone.run(), together[begin:end])
 
 
-def test_ranks_heads_together_are_the_whole(generator: torch.Generator) -> None:
-    batch = build(CASES["smollm2"], generator)
+def test_ranks_heads_together_are_the_whole(backend: Backend, generator: torch.Generator) -> None:
+    batch = build(CASES["smollm2"], generator, backend)
     whole = batch.run()
     for begin, num in ((0, 2), (2, 1)):
         heads = slice(begin * 3, (begin + num) * 3)
@@ -108,8 +106,8 @@ def test_ranks_heads_together_are_the_whole(generator: torch.Generator) -> None:
         assert torch.equal(part.run(), whole[:, heads])
 
 
-def test_queries_and_output_inside_wider_rows(generator: torch.Generator) -> None:
-    batch = build(CASES["smollm2"], generator)
+def test_queries_and_output_inside_wider_rows(backend: Backend, generator: torch.Generator) -> None:
+    batch = build(CASES["smollm2"], generator, backend)
     wide = torch.full((len(batch.q), 11, 64), math.nan)
     wide[:, 1:10] = batch.q
     out = torch.full((len(batch.q), 12, 64), 7.0)
@@ -118,9 +116,9 @@ def test_queries_and_output_inside_wider_rows(generator: torch.Generator) -> Non
     assert (out[:, [0, 1, 11]] == 7.0).all()
 
 
-def test_a_nan_reaches_the_rows_that_see_it_and_no_others(generator: torch.Generator) -> None:
+def test_a_nan_reaches_the_rows_that_see_it_and_no_others(backend: Backend, generator: torch.Generator) -> None:
     for index in range(2):  # in K, in V
-        batch = build(Case(((10, 30), (10, 30)), 6, 2, 16), generator)
+        batch = build(Case(((10, 30), (10, 30)), 6, 2, 16), generator, backend)
         block = batch.tables[batch.rows[0], 1]
         batch.pools[index][block, 0, 9] = math.nan  # position 25 of the first sequence: queries 5 to 9, first KV head
         broken = batch.run().isnan().any(-1)
@@ -134,8 +132,8 @@ def test_a_nan_reaches_the_rows_that_see_it_and_no_others(generator: torch.Gener
             assert torch.equal(broken, want)
 
 
-def test_an_empty_batch_writes_nothing(generator: torch.Generator) -> None:
-    batch = build(Case(((1, 5),), 6, 2, 16), generator)
+def test_an_empty_batch_writes_nothing(backend: Backend, generator: torch.Generator) -> None:
+    batch = build(Case(((1, 5),), 6, 2, 16), generator, backend)
     empty = replace(
         batch, q=batch.q[:0], rows=batch.rows[:0], query_start=batch.query_start[:1], context=batch.context[:0]
     )
@@ -149,16 +147,16 @@ def test_an_empty_batch_writes_nothing(generator: torch.Generator) -> None:
         ({"rows": [-1, 0]}, "table row -1"),
         ({"context": [5, 10_000]}, "context of 10000"),
         ({"context": [5, 2]}, "context of 2 tokens, but 3 queries"),
-        ({"query_start": [0, 1, 3]}, "query_start runs from 0 to 3, but q has 4"),
+        ({"query_start": [0, 1, 3]}, "query_start runs from 0 to 3"),
         ({"query_start": [0, 9, 4]}, r"queries \[0, 9\)"),
         ({"tables": 2**31 - 1}, "block 2147483647"),
         ({"tables": -5}, "block -5"),
     ],
 )
 def test_what_lies_outside_is_refused_before_anything_is_written(
-    generator: torch.Generator, changes: dict[str, list[int] | int], said: str
+    backend: Backend, generator: torch.Generator, changes: dict[str, list[int] | int], said: str
 ) -> None:
-    batch = build(Case(((1, 5), (3, 40)), 6, 2, 16), generator)
+    batch = build(Case(((1, 5), (3, 40)), 6, 2, 16), generator, backend)
     ((name, value),) = changes.items()
     if isinstance(value, int):
         changed = batch.tables.clone()
@@ -188,21 +186,22 @@ def test_what_lies_outside_is_refused_before_anything_is_written(
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(
-    num_q_heads: int, head_dim: int, begin: int, window: int | None, softcap: float | None
+    backend: Backend, num_q_heads: int, head_dim: int, begin: int, window: int | None, softcap: float | None
 ) -> None:
     pool, ints = torch.zeros(4, 2, 16, head_dim), torch.zeros(2, dtype=torch.int32)
     q = torch.zeros(1, num_q_heads, head_dim)
-    batch = Batch(q, (pool, pool), ints[None], ints[:1], ints, ints[:1], begin, 2, 1.0, window, softcap)
-    with pytest.raises(ValueError, match="attention cannot take"):
+    start = torch.arange(2, dtype=torch.int32)
+    batch = Batch(backend, q, (pool, pool), ints[None], ints[:1], start, start[1:], begin, 2, 1.0, window, softcap)
+    with pytest.raises(ValueError, match=r"attention cannot take|planes"):
         batch.run()
 
 
-def test_tables_of_another_type_or_batch_are_refused(generator: torch.Generator) -> None:
-    batch = build(Case(((1, 5), (3, 40)), 6, 2, 16), generator)
+def test_tables_of_another_type_or_batch_are_refused(backend: Backend, generator: torch.Generator) -> None:
+    batch = build(Case(((1, 5), (3, 40)), 6, 2, 16), generator, backend)
     for broken in (
         replace(batch, tables=batch.tables.long()),
         replace(batch, query_start=batch.query_start[:2]),
         replace(batch, context=batch.context[:1]),
     ):
-        with pytest.raises(ValueError, match="2 sequences as int32 expected"):
+        with pytest.raises(ValueError, match="int32, contiguous, expected"):
             broken.run()

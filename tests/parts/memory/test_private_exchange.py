@@ -6,7 +6,7 @@ import gguf
 import pytest
 import torch
 
-from kernels.cpu.linear import multiply
+from kernels.cpu.backend import CpuBackend
 from kernels.weights import Matrix, PiecedMatrix, PlacedMatrix
 from services.core.ids import FlipId, LayoutKind
 from services.core.step import AbandonEntry, FlipEntry
@@ -171,7 +171,7 @@ def test_a_product_with_a_grid_of_pieces() -> None:
         for column, column_end in ((0, 24), (24, 40))
     )
     out = torch.full((3, 6), 7.0)
-    multiply(x, PiecedMatrix(6, 40, pieces), out)
+    CpuBackend().linear(x, PiecedMatrix(6, 40, pieces), out)
     torch.testing.assert_close(out, x @ whole.T, rtol=1e-5, atol=1e-5)
-    multiply(x, PiecedMatrix(6, 40, pieces), out, accumulate=True)
+    CpuBackend().linear(x, PiecedMatrix(6, 40, pieces), out, accumulate=True)
     torch.testing.assert_close(out, 2 * (x @ whole.T), rtol=1e-5, atol=1e-5)

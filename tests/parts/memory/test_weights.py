@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.linear import multiply
+from kernels.cpu.backend import CpuBackend
 from kernels.weights import Matrix
 from services.core.errors import ConfigurationError
 from services.core.layout import Span
@@ -47,7 +47,7 @@ def open_store(files: ModelFiles, fd: int, num_ranks: int) -> WeightStore:
 
 def product(matrix: Matrix, x: Tensor) -> Tensor:
     out = torch.full((len(x), matrix.num_rows), torch.nan)
-    multiply(x, matrix, out)
+    CpuBackend().linear(x, matrix, out)
     return out.double()
 
 
@@ -68,7 +68,7 @@ def test_tensor_parallel_shares_add_up(tmp_path: Path, memfd: int, shape: TinySh
         for share in next(layout for layout in layouts.values() if layout.kind.value == "tp").shares:
             columns = share.heads.times(shape.head_dim) if name == "attn_output" else share.ffn
             matrix = store.matrix(f"layers.0.{name}", columns=columns)
-            multiply(x[:, columns.begin : columns.end], matrix, total, accumulate=True)
+            CpuBackend().linear(x[:, columns.begin : columns.end], matrix, total, accumulate=True)
         expected = x.double() @ model.weights[f"layers.0.{name}"].double().T
         torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-5)
 

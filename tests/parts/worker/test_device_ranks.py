@@ -7,6 +7,7 @@ import gguf
 import pytest
 import torch
 
+from kernels.reference.backend import ReferenceBackend
 from services.core.errors import ConfigurationError
 from services.core.ids import LayoutKind, Rank
 from services.models.model_files import ModelFiles, open_model
@@ -25,7 +26,7 @@ from tests.support.tiny_llama import TinyLlama, TinyShape, write_gguf
 PP, TP = LayoutKind.PP, LayoutKind.TP
 SHAPE = TinyShape(num_layers=4)
 NUM_BLOCKS = 24
-AS_A_DEVICE = RankDevice(Device.CUDA, torch.device("cpu"))
+AS_A_DEVICE = RankDevice(Device.CUDA, torch.device("cpu"), ReferenceBackend(torch.device("cpu"), torch.float32))
 Group = tuple[int, Sequence[int] | None, Sequence[float] | None, Sequence[int] | None]
 CUTS: dict[str, Group] = {
     "two uneven": (2, (1, 3), (2.0, 1.0), None),

@@ -12,7 +12,7 @@ from mmap import PAGESIZE
 import torch
 from torch import Tensor
 
-from kernels.cpu.attention import NOT_HERE
+from kernels.backend import NOT_HERE
 from kernels.cpu.reshard import Planes
 from services.core.ids import BLOCK_SLOTS, BlockId
 from services.core.layout import Span
