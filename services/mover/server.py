@@ -27,6 +27,7 @@ from services.mesh.logs.log import Log
 from services.mesh.rpc import Peers
 from services.mesh.telemetry.metrics import Metrics
 from services.mover.attempts import Attempt
+from services.mover.breakpoints import HeldAttempt
 from services.mover.history import History, settle
 from services.mover.journal import Journal
 from services.mover.links import RankLinks
@@ -90,7 +91,7 @@ class Mover(MoverServiceServicer):
                 self._count(record)
             yield pb.RunFlipResponse(flip_id=key[1], state=record.state, reason=record.reason)
             return
-        attempt = self._attempt = Attempt(request, record, answer, self.links.send, self._holds)
+        attempt = self._attempt = self._made(request, record, answer)
         self._log.info("flip-armed", flip=key[1], target=layout_name(request.target), entry=request.entry_sequence)
         try:
             async for response in attempt.run():
@@ -163,6 +164,11 @@ class Mover(MoverServiceServicer):
         if lost is not None:
             assert self._attempt is not None
             await self._attempt.hear(lost)
+
+    def _made(self, request: pb.RunFlipRequest, record: pb.FlipRecord, opened: Opened) -> Attempt:
+        if self._holds is not None:
+            return HeldAttempt(request, record, opened, self.links.send, self._holds)
+        return Attempt(request, record, opened, self.links.send)
 
     def _close(self, opened: OpenAttempt, record: pb.FlipRecord) -> None:
         """The attempt is over or its scheduler has left; once."""
