@@ -9,8 +9,6 @@ one of the two, so that a row that was not carried cannot be read by chance (`me
 """
 
 from collections import deque
-from collections.abc import Generator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from services.core.flip.messages import (
@@ -48,6 +46,7 @@ from services.scheduler.inputs import RankReady, RankReports
 from services.worker.steps.layout_evidence import check_parts
 from tests.sim.processes.data_plane import WAIT, DataPlane, Member
 from tests.sim.processes.memory import Held, Holder, Memory, Slip, Worked
+from tests.sim.processes.model_thread import HOP_NS, LAYOUT_PARTS, MAX_UNREAD_STEPS, NOT_READY_NS, FlipWork, Work
 from tests.sim.processes.resident_places import Places
 from tests.sim.processes.shipped_table import ShippedPlaces
 from tests.sim.processes.toy_model import next_token
@@ -55,27 +54,6 @@ from tests.sim.processes.world import Channel, InvariantError
 
 if TYPE_CHECKING:
     from tests.sim.processes.group import Group
-
-MAX_UNREAD_STEPS = 32
-"""As of the worker: ids are applied unasked when they are this old."""
-
-LAYOUT_PARTS = ("stage", "algorithm", "draft")
-"""What must be asked after a switch."""
-
-NOT_READY_NS = 3_000_000
-"""How often a rank that is behind a FLIP entry says so."""
-
-HOP_NS = 2_000_000
-"""From the model thread to the event loop, at most: meanwhile the loop decides on what it knows."""
-
-Work = Generator[tuple[Any, ...], Any, None]
-
-
-@dataclass(frozen=True, slots=True)
-class FlipWork:
-    """For the model thread, behind whatever entries have come before."""
-
-    flip_id: FlipId
 
 
 class RankProcess(Member):
