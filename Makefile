@@ -56,8 +56,10 @@ sanitize: $(INSTALLED)
 slow: fetch
 	@$(BIN)/pytest -m slow --timeout 600
 
+# Whole meshes run one after the other: each wants every core.
 test: fetch
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow and not gpu" -n 2 --dist loadgroup --no-loadscope-reorder
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow and not gpu" -n 2 --dist loadfile --ignore tests/mesh --ignore tests/faults
+	@$(BIN)/pytest -m "not slow and not gpu" tests/mesh tests/faults
 
 sim: $(INSTALLED)
 	@$(BIN)/python -m tests.sim.run --seeds $(SEEDS) --first $(FIRST)
