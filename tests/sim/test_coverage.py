@@ -57,6 +57,8 @@ def coverage() -> Coverage:
         found.run(range(40), focus)
     # Rare: ENTER is heard while the log's ABANDON is on its way from the thread that executes it to the loop.
     found.run(range(40, 200), mover_dies_and_ranks_fail)
+    # Rare as well: both layouts are whole, and a rank cannot show it.
+    found.run(range(40, 80), links_break_where_work_is_done)
     return found
 
 
